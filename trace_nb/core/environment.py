@@ -10,7 +10,7 @@ __all__ = ['SUCCESS', 'tool_names', 'tool_schemas', 'call_tool', 'Episode', 'fin
 import inspect, json
 from functools import cache
 
-# %% ../../nbs/core/01_environment.ipynb #98cdb67e
+# %% ../../nbs/core/01_environment.ipynb #c088f6a8
 def tool_names(environment # class or instance
               ) -> list[str]:
     "Names of the tools, in the order in which the class (bases first) defines them."
@@ -18,7 +18,7 @@ def tool_names(environment # class or instance
     defined = dict.fromkeys(n for c in reversed(cls.__mro__) for n in vars(c))
     return [n for n in defined if not n.startswith("_") and n not in ("reset", "get_reward") and callable(getattr(cls, n))]
 
-# %% ../../nbs/core/01_environment.ipynb #b8660aff
+# %% ../../nbs/core/01_environment.ipynb #48f0fb90
 @cache
 def _schemas(cls):
     from transformers.utils import get_json_schema
@@ -29,7 +29,7 @@ def tool_schemas(environment # class or instance
     "OpenAI function schemas of an environment's tools."
     return _schemas(environment if inspect.isclass(environment) else type(environment))
 
-# %% ../../nbs/core/01_environment.ipynb #0f72ff6a
+# %% ../../nbs/core/01_environment.ipynb #ef545b9c
 def call_tool(environment, # an instance, after `reset`
               name: str, arguments: dict) -> str:
     "Run one tool; every fault of the call is an `Error: ...` text (tau2's wording)."
@@ -39,7 +39,7 @@ def call_tool(environment, # an instance, after `reset`
         return result if isinstance(result, str) else json.dumps(result)
     except Exception as e: return f"Error: {e}"
 
-# %% ../../nbs/core/01_environment.ipynb #b78f380d
+# %% ../../nbs/core/01_environment.ipynb #27be3728
 class Episode:
     "One run of `environment_class` from `seed`; `termination` is None while it goes on."
     def __init__(self, environment_class, seed: int, max_turns: int | None = None, **row):
@@ -60,7 +60,7 @@ class Episode:
         self.messages += answers
         return answers
 
-# %% ../../nbs/core/01_environment.ipynb #98b5cee0
+# %% ../../nbs/core/01_environment.ipynb #b954107f
 def _answers(episode, message):
     "What answers an assistant message: one tool message a call, else the user's words, else None."
     called = message.get("tool_calls") or []
@@ -76,11 +76,11 @@ def _end(episode, termination, fault=None):
 
 Episode._answers, Episode._end = _answers, _end
 
-# %% ../../nbs/core/01_environment.ipynb #b954107f
+# %% ../../nbs/core/01_environment.ipynb #f1c41278
 from .trajectory import Trajectory, trajectory_id
 SUCCESS = 1 - 1e-6   # reward from which an episode counts as a success
 
-# %% ../../nbs/core/01_environment.ipynb #5f3a3e73
+# %% ../../nbs/core/01_environment.ipynb #a87f4abc
 def finish(episode, task_id: str, trial: int, policy: str, environment: str | None = None, metadata: dict | None = None) -> Trajectory:
     "Score a finished episode and freeze it. An unfinished one was stopped by its policy: `policy_error`."
     env, termination = episode.environment, episode.termination or "policy_error"
@@ -92,7 +92,7 @@ def finish(episode, task_id: str, trial: int, policy: str, environment: str | No
         policy=policy, messages=episode.messages, tools=tool_schemas(env), reward=reward, success=reward >= SUCCESS,
         termination=termination, parts=parts, metadata=facts)
 
-# %% ../../nbs/core/01_environment.ipynb #a87f4abc
+# %% ../../nbs/core/01_environment.ipynb #a98130fc
 def as_message(step, # "words" or {"name", "arguments"}, optionally with "content"
                number: int = 0) -> dict:
     "An assistant message from one step of `_oracle()`."
@@ -100,7 +100,7 @@ def as_message(step, # "words" or {"name", "arguments"}, optionally with "conten
     call = {"id": f"call_{number}", "type": "function", "function": {"name": step["name"], "arguments": dict(step["arguments"])}}
     return {"role": "assistant", "content": step.get("content"), "tool_calls": [call]}
 
-# %% ../../nbs/core/01_environment.ipynb #b6f8aa14
+# %% ../../nbs/core/01_environment.ipynb #bbff0652
 def replay(environment_class, seed: int, steps=None, **row) -> Trajectory:
     "Play `steps` (default: the oracle's) in a fresh episode."
     episode = Episode(environment_class, seed, **row)
@@ -108,7 +108,7 @@ def replay(environment_class, seed: int, steps=None, **row) -> Trajectory:
         if episode.termination is None: episode.step(as_message(step, i))
     return finish(episode, str(seed), 0, "oracle" if steps is None else "steps")
 
-# %% ../../nbs/core/01_environment.ipynb #bb424ea3
+# %% ../../nbs/core/01_environment.ipynb #784aacd9
 def reward_func(completions, environments=None, **row):
     "For `GRPOTrainer(reward_funcs=reward_func, environment_factory=...)`: hands the last words to `_reply`, adds nothing."
     for completion, environment in zip(completions, environments or []):
@@ -116,7 +116,7 @@ def reward_func(completions, environments=None, **row):
         if last["role"] == "assistant" and not last.get("tool_calls"): environment._reply(last.get("content") or "")
     return [None] * len(completions)
 
-# %% ../../nbs/core/01_environment.ipynb #7ec3ce95
+# %% ../../nbs/core/01_environment.ipynb #52855b76
 def contract_faults(environment_class) -> list[str]:
     "What an environment class lacks (empty when it keeps the contract)."
     faults = [f"no class attribute {n}" for n in ("capability", "domain", "max_turns", "policy_text") if not hasattr(environment_class, n)]

@@ -9,6 +9,7 @@ __all__ = ['SCRIPTED', 'CALL', 'Conversation', 'Scripted', 'parse_message', 'Cha
 # %% ../../nbs/core/03_policy.ipynb #145089bf
 import json, re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from .environment import Episode, as_message, tool_names
 from .trajectory import InputError, data_folder
@@ -60,7 +61,7 @@ class ChatText:
         if not tokenizer.chat_template: raise InputError("the tokenizer has no chat template; choose a chat model or set tokenizer.chat_template")
         self.tokenizer, self.wrappers = tokenizer, {}
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.encode = (lambda text: backend.encode(text, add_special_tokens=False).ids) if backend else (lambda text: tokenizer.encode(text, add_special_tokens=False))
+        self.encode = lru_cache(1024)((lambda text: backend.encode(text, add_special_tokens=False).ids) if backend else (lambda text: tokenizer.encode(text, add_special_tokens=False)))
 
     def first(self, messages, tools) -> list[int]:
         "Ids of the whole prompt."
@@ -105,12 +106,12 @@ class Local:
         self.max_length = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
         self.text, self.stops = ChatText(tokenizer), _stop_ids(model, tokenizer)
         self.decoder = Decoder(model) if supported(model) else None
-        self.rows = []
+        self.playing, self.cache = [], None
 
     def begin(self, conversations, seed=0):
         "Start a batch: seed the sampler and load the adapters that it uses."
         import torch
-        self.generator, self.rows = torch.Generator(self.model.device).manual_seed(seed), []
+        self.generator, self.playing = torch.Generator(self.model.device).manual_seed(seed), []
         used = sorted({c.adapter for c in conversations}, key=lambda a: (a is not None, a or ""))
         self.adapters = used if len(used) == 1 else [None, *(a for a in used if a is not None)]
         if self.decoder: self.decoder.refresh(self.adapters)
@@ -121,16 +122,14 @@ def _stop_ids(model, tokenizer) -> set:
     eos = getattr(model.generation_config, "eos_token_id", None)
     return {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
 
-def _read_in(self, conversations) -> list[list[int]]:
-    "Append what is new to each conversation's ids; returns the ids that the cache has not seen."
-    fresh = []
+def _read_in(self, conversations):
+    "Append what was said to each conversation since its last turn."
     for c in conversations:
         messages = c.episode.messages
         if not c.ids: new = self.text.first(messages, self._tools(c)); c.prompt = len(new)
         else: new = self.text.next([m for m in messages[c.encoded:] if m["role"] != "assistant"])
         c.encoded = len(messages)
-        c.ids += new; c.mask += [0] * len(new); c.logps += [0.] * len(new); fresh.append(new)
-    return fresh
+        c.ids += new; c.mask += [0] * len(new); c.logps += [0.] * len(new)
 
 def _tools(self, conversation):
     from trace_nb.core.environment import tool_schemas
@@ -141,9 +140,9 @@ Local._read_in, Local._tools = _read_in, _tools
 # %% ../../nbs/core/03_policy.ipynb #f306e1ca
 def act(self, conversations) -> list[dict]:
     "One assistant message for each conversation; ids, mask and log-probabilities are appended to it."
-    fresh = self._read_in(conversations)
+    self._read_in(conversations)
     room = [len(c.ids) + 1 < self.max_length for c in conversations]
-    written = self._generate(conversations, fresh) if self.decoder else self._generate_plain(conversations)
+    written = self._generate(conversations) if self.decoder else self._generate_plain(conversations)
     messages = []
     for c, (ids, logps), fits in zip(conversations, written, room):
         c.truncated = not fits or ids[-1] not in self.stops
@@ -156,67 +155,49 @@ def act(self, conversations) -> list[dict]:
 Local.act = act
 
 # %% ../../nbs/core/03_policy.ipynb #41560da3
-def _prefill(self, conversations, fresh):
-    "Bring the cache up to date; returns the logits that follow each conversation, and the lengths."
-    import torch
-    decoder, device = self.decoder, self.decoder.device
-    known = {id(c): i for i, c in enumerate(self.rows)}
-    if self.rows and all(id(c) in known for c in conversations):
-        if len(conversations) < len(self.rows): decoder.keep(torch.tensor([known[id(c)] for c in conversations], device=device))
-        pieces, spread = fresh, None
-    else:
-        distinct = list(dict.fromkeys((tuple(c.ids), c.adapter) for c in conversations))
-        number = {k: i for i, k in enumerate(distinct)}
-        pieces, spread = [list(ids) for ids, _ in distinct], torch.tensor([number[tuple(c.ids), c.adapter] for c in conversations], device=device)
-        decoder.allocate(len(distinct), 256)
-    lengths = torch.tensor([len(p) for p in pieces], device=device)
-    total = lengths if spread is not None else torch.tensor([len(c.ids) for c in conversations], device=device)
-    decoder.grow(int(total.max()) + self.max_new_tokens)
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in pieces], batch_first=True).to(device)
-    adapters = [a for _, a in distinct] if spread is not None else [c.adapter for c in conversations]
-    logits = decoder.forward(ids, total - lengths, lengths, self._adapter_rows(adapters))
-    if spread is None: return logits, total
-    decoder.keep(spread)
-    return logits[spread], total[spread]
+def _ready(self, conversations):
+    "The cache for these conversations: the last turn's, or a new one."
+    from trace_nb.core.decoder import Shared
+    place = {c: i for i, c in enumerate(self.playing)}
+    if self.playing and all(c in place for c in conversations): self.cache.keep([place[c] for c in conversations])
+    else: self.cache = Shared(self.decoder, [self.adapters.index(c.adapter) for c in conversations])
+    self.playing = list(conversations)
+    return self.cache
+
+def _generate(self, conversations) -> list[tuple]:
+    "Sample one turn for every conversation; a list of (ids, log-probabilities)."
+    cache = self._ready(conversations)
+    said, speaking = [([], []) for _ in conversations], list(range(len(conversations)))
+    pieces = [tuple(c.ids[cache.lengths[r]:]) for c, r in zip(conversations, cache.rows)]
+    while speaking:
+        logits = cache.feed(pieces)
+        for i, token, logp in zip(speaking, *self._sample(logits, [cache.rows[i] for i in speaking])): said[i][0].append(token); said[i][1].append(logp)
+        speaking = [i for i in speaking if self._goes_on(said[i][0], len(conversations[i].ids))]
+        pieces = [()] * len(conversations)
+        for i in speaking: pieces[i] = (said[i][0][-1],)
+    return said
+
+Local._ready, Local._generate = _ready, _generate
 
 # %% ../../nbs/core/03_policy.ipynb #63e935ad
-def _adapter_rows(self, adapters):
-    "Adapter numbers for the decoder; None when the whole batch uses one (it is merged)."
-    import torch
-    if len(self.adapters) == 1: return None
-    return torch.tensor([self.adapters.index(a) for a in adapters], device=self.decoder.device)
+def _goes_on(self, said, before) -> bool:
+    "Whether a turn continues: neither closed nor at a limit."
+    return said[-1] not in self.stops and len(said) < self.max_new_tokens and before + len(said) + 1 < self.max_length
 
-def _sample(self, logits):
-    "One token a row and its log-probability (at this temperature; greedy at 0)."
+def _sample(self, logits, rows):
+    "A token for each conversation, whose logits are at `rows`, and their log-probabilities (at this temperature; greedy at 0)."
     import torch
     logps = torch.log_softmax(logits / (self.temperature or 1.), -1)
-    if not self.temperature: token = logps.argmax(-1)
-    else: token = torch.multinomial(logps.exp(), 1, generator=self.generator)[:, 0]
-    return token, logps.gather(1, token[:, None])[:, 0]
+    if not self.temperature: token = logps.argmax(-1)[rows]
+    else:
+        heights = logps.double().exp().cumsum(-1)[rows]           # draw a height, see in whose share it falls
+        drawn = torch.rand(len(rows), 1, dtype=torch.double, device=logits.device, generator=self.generator) * heights[:, -1:]
+        token = torch.searchsorted(heights, drawn, right=True)[:, 0].clamp(max=logps.shape[1] - 1)
+    return token.tolist(), logps[rows, token].tolist()
 
-Local._prefill, Local._adapter_rows, Local._sample = _prefill, _adapter_rows, _sample
+Local._goes_on, Local._sample = _goes_on, _sample
 
 # %% ../../nbs/core/03_policy.ipynb #d3fbcb4b
-def _generate(self, conversations, fresh):
-    "Sample one turn for every conversation; a list of (ids, log-probabilities)."
-    import torch
-    logits, length = self._prefill(conversations, fresh)
-    rows, device = self._adapter_rows([c.adapter for c in conversations]), self.decoder.device
-    stops = torch.tensor(sorted(self.stops), device=device)
-    alive, tokens, logps, lived = torch.ones(len(conversations), dtype=torch.bool, device=device), [], [], []
-    for _ in range(self.max_new_tokens):
-        token, logp = self._sample(logits)
-        tokens.append(token); logps.append(logp); lived.append(alive)
-        logits = self.decoder.forward(token[:, None], length, alive.long(), rows)
-        length, alive = length + alive, alive & ~torch.isin(token, stops) & (length + 2 < self.max_length)
-        if not alive.any(): break
-    counts = torch.stack(lived, 1).sum(1).tolist(); self.rows = list(conversations)
-    tokens, logps = torch.stack(tokens, 1).tolist(), torch.stack(logps, 1).tolist()
-    return [(t[:n], p[:n]) for t, p, n in zip(tokens, logps, counts)]
-
-Local._generate = _generate
-
-# %% ../../nbs/core/03_policy.ipynb #1fe0293f
 def _generate_plain(self, conversations):
     "The same turn through transformers' `generate()`."
     import torch
@@ -238,7 +219,7 @@ def _cut(self, row, logps):
 
 Local._generate_plain, Local._cut = _generate_plain, _cut
 
-# %% ../../nbs/core/03_policy.ipynb #935e1d2f
+# %% ../../nbs/core/03_policy.ipynb #1fe0293f
 def model_path(name: str) -> str:
     "Where a model's weights are: `pocket` is a name, the rest a path or id."
     if name != "pocket": return name
@@ -246,7 +227,7 @@ def model_path(name: str) -> str:
     if not (path/"config.json").exists(): raise InputError(f"the weights of pocket are not in {path}; run `make pocket` to train them")
     return str(path)
 
-# %% ../../nbs/core/03_policy.ipynb #02b65baf
+# %% ../../nbs/core/03_policy.ipynb #f35fe28c
 def load_model(name: str = "pocket"):
     "Model and tokenizer of a name, folder or Hugging Face id; an unknown one raises `InputError`."
     import torch
@@ -258,7 +239,7 @@ def load_model(name: str = "pocket"):
     except (OSError, ValueError) as e: raise InputError(f"cannot load the model {name!r} ({str(e).splitlines()[0][:160]}); give `pocket`, a folder with config.json, or a Hugging Face id") from None
     return model.to("cuda" if cuda else "cpu").eval(), tokenizer
 
-# %% ../../nbs/core/03_policy.ipynb #5723c365
+# %% ../../nbs/core/03_policy.ipynb #935e1d2f
 def load_policy(name: str, adapters: dict | None = None, **options):
     "A policy by name: oracle, do_nothing, or a model with `adapters` {capability: folder}."
     if name in SCRIPTED: return Scripted(name, SCRIPTED[name])

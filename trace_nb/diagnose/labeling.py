@@ -22,14 +22,14 @@ from .logs import UNPARSED, domain_of, read_log
 
 # %% ../../nbs/diagnose/01_labeling.ipynb #af7c1cfb
 CANDIDATES = {
-    "multi_step_task_completion": "Carries out or declines every operation that the user asked for, not only the first.",
-    "precondition_verification": "Reads a record and checks what status and policy allow before it changes or refuses anything.",
-    "structured_data_reasoning": "Picks the right ids, flights, items and payment methods out of the records it has read.",
-    "tool_calling_precision": "Calls tools that exist, with well-formed arguments that come from the conversation.",
-    "conditional_reasoning": "Follows the user's ifs: does what the condition calls for, and nothing else.",
-    "numerical_reasoning": "Gets amounts, counts and sums right.",
-    "information_communication": "Tells the user the facts that were asked for.",
-    "early_termination": "Stays with a request it can fulfil instead of closing or handing over before it has tried."}
+    "multi_step_task_completion": "Carry out every operation the user asks for before closing the conversation.",
+    "precondition_verification": "Check the record and the policy before a write, and refuse what they forbid.",
+    "structured_data_reasoning": "Pick the right ids, flights, items and payment methods out of the records read.",
+    "tool_calling_precision": "Call tools that exist, with well-formed arguments that come from the conversation.",
+    "conditional_reasoning": "Follow the user's ifs: do what the condition calls for, and nothing else.",
+    "numerical_reasoning": "Get amounts, counts and sums right.",
+    "information_communication": "Tell the user the facts that were asked for.",
+    "early_termination": "Stay with a request that can be fulfilled instead of closing or handing over before trying."}
 
 # %% ../../nbs/diagnose/01_labeling.ipynb #a3dfddad
 LABELS = ("LACKING", "PRESENT", "NA")

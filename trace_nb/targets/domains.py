@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['FIRST', 'LAST', 'PLACES', 'AIRPORTS', 'PRODUCTS', 'ADDRESSES', 'CATALOGUE', 'FLIGHTS', 'NULLS', 'REFUSAL',
            'RETAIL_POLICY', 'AIRLINE_POLICY', 'LEFT_OUT', 'make_user', 'make_order', 'make_reservation', 'Operation',
-           'Counter', 'Retail', 'get_order_details', 'cancel_pending_order', 'return_delivered_order_items', 'Airline',
-           'cancel_reservation', 'update_reservation_baggages', 'may_cancel']
+           'Counter', 'Retail', 'get_user_details', 'get_order_details', 'cancel_pending_order',
+           'return_delivered_order_items', 'Airline', 'cancel_reservation', 'update_reservation_baggages', 'may_cancel']
 
 # %% ../../nbs/targets/00_domains.ipynb #ef156269
 import functools, inspect, json, random, re
+from collections import Counter as Count
 from dataclasses import dataclass, field
 
 # %% ../../nbs/targets/00_domains.ipynb #ac48d6d0
@@ -100,7 +101,9 @@ def _write(tool):
     "Mark a tool as a write: its attempts are recorded as (name, arguments, read before, error)."
     @functools.wraps(tool)
     def attempt(self, *args, **kwargs):
-        given = dict(inspect.signature(tool).bind(self, *args, **kwargs).arguments); given.pop("self")
+        try: given = dict(inspect.signature(tool).bind(self, *args, **kwargs).arguments)
+        except TypeError: return tool(self, *args, **kwargs)      # a malformed call: Python says what is wrong with it
+        del given["self"]
         record = given.get("order_id") or given.get("reservation_id")
         attempted = {"name": tool.__name__, "arguments": given, "record": record, "looked": record in self._read, "error": False}
         self._attempts.append(attempted)
@@ -109,6 +112,16 @@ def _write(tool):
     return attempt
 
 # %% ../../nbs/targets/00_domains.ipynb #97b74e6c
+def _attach(cls, tool):
+    "Make a function a tool of a class, with the class in its name as Python's own messages have it."
+    getattr(tool, "__wrapped__", tool).__qualname__ = tool.__qualname__ = f"{cls.__name__}.{tool.__name__}"
+    setattr(cls, tool.__name__, tool)
+
+def _credit(method, amount):
+    "A refund reaches a gift card at once; other methods keep no balance here."
+    if method["source"] == "gift_card": method["balance"] = round(method["balance"] + amount, 2)
+
+# %% ../../nbs/targets/00_domains.ipynb #4e0d17fa
 class Counter:
     "The part of an environment that is the same in both domains. Subclasses add tools and `_draw(rng)`."
     max_turns = 14
@@ -130,7 +143,7 @@ class Counter:
         self._transferred = True
         return "Transfer successful"
 
-# %% ../../nbs/targets/00_domains.ipynb #4e0d17fa
+# %% ../../nbs/targets/00_domains.ipynb #ad69b68b
 def _add(self, user, *records):
     "Put a user and records into the database."
     key = self._noun + "s"
@@ -146,7 +159,7 @@ def _record(self, id):
 
 Counter._add, Counter._record = _add, _record
 
-# %% ../../nbs/targets/00_domains.ipynb #44a128d5
+# %% ../../nbs/targets/00_domains.ipynb #de5bc224
 def _reply(self, text: str) -> str | None:
     "The user's next words, or None when the user has nothing to add."
     self._said.append(text)
@@ -155,7 +168,7 @@ def _reply(self, text: str) -> str | None:
 
 Counter._reply = _reply
 
-# %% ../../nbs/targets/00_domains.ipynb #107a5da5
+# %% ../../nbs/targets/00_domains.ipynb #71310e88
 def _oracle(self) -> list:
     "Gold calls and words for the current seed."
     steps = [self._asked] if self._asked else []
@@ -172,7 +185,7 @@ def _outcome(self, op) -> str:
 
 Counter._oracle, Counter._outcome = _oracle, _outcome
 
-# %% ../../nbs/targets/00_domains.ipynb #6428d485
+# %% ../../nbs/targets/00_domains.ipynb #3e30e409
 def _handled(self, op) -> bool:
     "Whether the deed was right, whatever was said."
     on_record = [a for a in self._attempts if a["record"] == op.record]
@@ -185,7 +198,7 @@ def _stray(self) -> bool:
 
 Counter._handled, Counter._stray = _handled, _stray
 
-# %% ../../nbs/targets/00_domains.ipynb #ab309c1b
+# %% ../../nbs/targets/00_domains.ipynb #bd2554e1
 REFUSAL = re.compile(r"\b(cannot|can't|can not|unable|not (?:able|allowed|possible|eligible|permitted))\b", re.I)
 
 def _told(self, op) -> bool:
@@ -197,14 +210,14 @@ def _told(self, op) -> bool:
 
 Counter._told = _told
 
-# %% ../../nbs/targets/00_domains.ipynb #9b68baf1
+# %% ../../nbs/targets/00_domains.ipynb #24ffb862
 RETAIL_POLICY = ("You are a retail agent. Authenticate the user by email first. Read an order before you change it. "
     "Only a pending order can be cancelled, the reason must be 'no longer needed' or 'ordered by mistake'. "
     "Only a delivered order can be returned, to its original payment method. Orders that are processed, cancelled or already requested cannot be changed. "
     "Deny what the policy does not allow and never try it. Make one tool call at a time. The user has confirmed what is asked. "
     "Handle every request before you finish, then tell the user what was done with each order. The current time is 2024-05-15 15:00:00 EST.")
 
-# %% ../../nbs/targets/00_domains.ipynb #24ffb862
+# %% ../../nbs/targets/00_domains.ipynb #c0c0fe1b
 class Retail(Counter):
     "tau2's retail counter: authentication, orders, cancel and return."
     domain, policy_text = "retail", RETAIL_POLICY
@@ -222,17 +235,17 @@ class Retail(Counter):
             if u["email"].lower() == email.lower(): return u["user_id"]
         raise ValueError("User not found")
 
-    def get_user_details(self, user_id: str) -> str:
-        """
-        Get the details of a user, including their orders.
+# %% ../../nbs/targets/00_domains.ipynb #aaabf386
+def get_user_details(self, user_id: str) -> str:
+    """
+    Get the details of a user, including their orders.
 
-        Args:
-            user_id: The user id.
-        """
-        if user_id not in self._db["users"]: raise ValueError("User not found")
-        return json.dumps(self._db["users"][user_id])
+    Args:
+        user_id: The user id.
+    """
+    if user_id not in self._db["users"]: raise ValueError("User not found")
+    return json.dumps(self._db["users"][user_id])
 
-# %% ../../nbs/targets/00_domains.ipynb #c0c0fe1b
 def get_order_details(self, order_id: str) -> str:
     """
     Get the status and details of an order.
@@ -244,6 +257,7 @@ def get_order_details(self, order_id: str) -> str:
     self._read.add(order_id)
     return json.dumps(order)
 
+# %% ../../nbs/targets/00_domains.ipynb #a41f9136
 @_write
 def cancel_pending_order(self, order_id: str, reason: str) -> str:
     """
@@ -257,10 +271,11 @@ def cancel_pending_order(self, order_id: str, reason: str) -> str:
     if order["status"] != "pending": raise ValueError("Non-pending order cannot be cancelled")
     if reason not in ("no longer needed", "ordered by mistake"): raise ValueError("Invalid reason")
     refunds = [{**p, "transaction_type": "refund"} for p in order["payment_history"]]
+    for r in refunds: _credit(self._db["users"][order["user_id"]]["payment_methods"][r["payment_method_id"]], r["amount"])
     order.update(status="cancelled", cancel_reason=reason, payment_history=order["payment_history"] + refunds)
     return json.dumps(order)
 
-# %% ../../nbs/targets/00_domains.ipynb #aaabf386
+# %% ../../nbs/targets/00_domains.ipynb #0103f224
 @_write
 def return_delivered_order_items(self, order_id: str, item_ids: list[str], payment_method_id: str) -> str:
     """
@@ -273,15 +288,16 @@ def return_delivered_order_items(self, order_id: str, item_ids: list[str], payme
     """
     order = self._record(order_id)
     if order["status"] != "delivered": raise ValueError("Non-delivered order cannot be returned")
-    if payment_method_id not in self._db["users"][order["user_id"]]["payment_methods"]: raise ValueError("Payment method not found")
-    if payment_method_id != order["payment_history"][0]["payment_method_id"]: raise ValueError("Payment method should be the original payment method")
-    if not set(item_ids) <= {i["item_id"] for i in order["items"]}: raise ValueError("Some item not found")
+    methods = self._db["users"][order["user_id"]]["payment_methods"]
+    if payment_method_id not in methods: raise ValueError("Payment method not found")
+    if methods[payment_method_id]["source"] != "gift_card" and payment_method_id != order["payment_history"][0]["payment_method_id"]: raise ValueError("Payment method should be the original payment method")
+    if Count(item_ids) - Count(i["item_id"] for i in order["items"]): raise ValueError("Some item not found")
     order.update(status="return requested", return_items=sorted(item_ids), return_payment_method_id=payment_method_id)
     return json.dumps(order)
 
-for _tool in (get_order_details, cancel_pending_order, return_delivered_order_items): setattr(Retail, _tool.__name__, _tool)
+for _tool in (get_user_details, get_order_details, cancel_pending_order, return_delivered_order_items): _attach(Retail, _tool)
 
-# %% ../../nbs/targets/00_domains.ipynb #a41f9136
+# %% ../../nbs/targets/00_domains.ipynb #fc2e8597
 def _identify_retail(self):
     "Retail authenticates by email before anything else."
     return [{"name": "find_user_id_by_email", "arguments": {"email": next(iter(self._db["users"].values()))["email"]}}]
@@ -297,14 +313,14 @@ def _return_order(self, order) -> Operation:
 
 Retail._identify, Retail._cancel_order, Retail._return_order = _identify_retail, _cancel_order, _return_order
 
-# %% ../../nbs/targets/00_domains.ipynb #fc2e8597
+# %% ../../nbs/targets/00_domains.ipynb #bec094c7
 AIRLINE_POLICY = ("You are an airline agent. The current time is 2024-05-15 15:00:00 EST. Read a reservation before you change it. "
     "A reservation can be cancelled if it was booked within the last 24 hours, or its cabin is business, or it has insurance and the reason is health or weather. "
     "Otherwise it cannot be cancelled. Checked bags can be added but never removed. Gold members carry their bags free. "
     "Deny what the policy does not allow and never try it. Make one tool call at a time. The user has confirmed what is asked. "
     "Handle every request before you finish, then tell the user what was done with each reservation.")
 
-# %% ../../nbs/targets/00_domains.ipynb #0b8e3630
+# %% ../../nbs/targets/00_domains.ipynb #f1cb4dfa
 class Airline(Counter):
     "tau2's airline counter: reservations, cancel and baggage."
     domain, policy_text = "airline", AIRLINE_POLICY
@@ -332,7 +348,7 @@ class Airline(Counter):
         self._read.add(reservation_id)
         return json.dumps(reservation)
 
-# %% ../../nbs/targets/00_domains.ipynb #bec094c7
+# %% ../../nbs/targets/00_domains.ipynb #d3de5867
 @_write
 def cancel_reservation(self, reservation_id: str) -> str:
     """
@@ -364,15 +380,15 @@ def update_reservation_baggages(self, reservation_id: str, total_baggages: int, 
     r.update(total_baggages=total_baggages, nonfree_baggages=nonfree_baggages)
     return json.dumps(r)
 
-Airline.cancel_reservation, Airline.update_reservation_baggages = cancel_reservation, update_reservation_baggages
+for _tool in (cancel_reservation, update_reservation_baggages): _attach(Airline, _tool)
 
-# %% ../../nbs/targets/00_domains.ipynb #d3de5867
+# %% ../../nbs/targets/00_domains.ipynb #9f1c606c
 def may_cancel(reservation: dict, reason: str) -> bool:
     "tau2's airline rule for cancelling: recent, business, or insured with a reason of health or weather."
     recent = reservation["created_at"] >= "2024-05-14T15:00:00"
     return recent or reservation["cabin"] == "business" or (reservation["insurance"] == "yes" and reason in ("health", "weather"))
 
-# %% ../../nbs/targets/00_domains.ipynb #bd343501
+# %% ../../nbs/targets/00_domains.ipynb #d408aeed
 def _cancel_reservation(self, r, reason) -> Operation:
     found = f"its cabin is {r['cabin']}, insurance {r['insurance']}, booked {r['created_at'][:10]}, reason {reason}"
     return Operation(r["reservation_id"], "cancel_reservation", {"reservation_id": r["reservation_id"]}, may_cancel(r, reason), found, "is cancelled")
@@ -384,9 +400,10 @@ def _set_bags(self, r, total) -> Operation:
 Airline._cancel_reservation, Airline._set_bags = _cancel_reservation, _set_bags
 Airline._identify = lambda self: []      # the user states the user id in the request
 
-# %% ../../nbs/targets/00_domains.ipynb #18a50bd6
+# %% ../../nbs/targets/00_domains.ipynb #688b8728
 LEFT_OUT = ("orders of more than two items, reservations of more than one segment or passenger",
     "products and variants: exchange, item changes, product look-ups; address and payment changes",
     "flights, booking, flight and cabin changes, passengers, certificates, paid bags, the calculator",
     "the explicit yes before each write: the scripted user confirms in the request",
+    "gift cards and certificates refused for baggage (every bag here is free), membership after the payment methods in a user record",
     "authentication by name and zip, and membership tables for free bags (users who add bags are gold members)")

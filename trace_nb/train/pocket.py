@@ -204,7 +204,7 @@ def key_row(tokenizer, rng) -> Row:
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides the weights."
-    steps: int = 2400
+    steps: int = 1300
     list_steps: int = 300        # steps with copying rows only
     demonstrations: int = 16     # a step
     layers: int = 4
@@ -310,7 +310,7 @@ def train_step(model, optimizers, rows, rate) -> dict:
 
 # %% ../../nbs/train/00_pocket.ipynb #e2c976c8
 def train(recipe: Recipe, out, log=print, save_every=500):
-    "Train pocket from scratch and save model, tokenizer and recipe under `out`. About 45 minutes on two cores."
+    "Train pocket from scratch and save model, tokenizer and recipe under `out`. About 20 minutes on two idle cores."
     import torch
     torch.manual_seed(recipe.seed); start = time.time()
     texts = ["".join(t for t, _ in segments(demonstrate(WORLDS[i % len(WORLDS)], FIRST_SEED - 1 - i, set()).messages, tool_names(WORLDS[i % len(WORLDS)]))) for i in range(6000)]
