@@ -856,6 +856,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'trace_nb.train.grpo.with_lora': ('train/grpo.html#with_lora', 'trace_nb/train/grpo.py')},
             'trace_nb.train.pocket': { 'trace_nb.train.pocket.Recipe': ('train/pocket.html#recipe', 'trace_nb/train/pocket.py'),
                                        'trace_nb.train.pocket.Row': ('train/pocket.html#row', 'trace_nb/train/pocket.py'),
+                                       'trace_nb.train.pocket._begin': ('train/pocket.html#_begin', 'trace_nb/train/pocket.py'),
                                        'trace_nb.train.pocket._handle': ('train/pocket.html#_handle', 'trace_nb/train/pocket.py'),
                                        'trace_nb.train.pocket.add_text': ('train/pocket.html#add_text', 'trace_nb/train/pocket.py'),
                                        'trace_nb.train.pocket.build_model': ('train/pocket.html#build_model', 'trace_nb/train/pocket.py'),

@@ -57,7 +57,7 @@ class Run:
     def _manifest(self):
         "The manifest on disk, or a new one; other parameters than those on disk are refused."
         path, given = self.path("manifest.json"), asdict(self.parameters)
-        if not path.exists(): return {"parameters": given, "versions": _versions(), "machine": _machine(), "stages": {}, "budget": {}, "peak_memory_bytes": 0}
+        if not path.exists(): return {"parameters": given, "versions": _versions(), "machine": _machine(), "stages": {}, "budget": {}, "memory": {"peak_bytes": 0}}
         found = read_json(path)
         if found.get("parameters") != given:
             raise InputError(f"{self.folder} holds a run with other parameters ({_difference(found.get('parameters') or {}, given)}); nothing was changed. Use another --out")
@@ -103,7 +103,7 @@ def stage(self, name: str, function):
     seconds = time.time() - began
     self.manifest["stages"][name] = {"name": name, "key": key, "seconds": seconds, "result": result}
     self.manifest["budget"][name] = self.spent
-    self.manifest["peak_memory_bytes"] = max(self.manifest["peak_memory_bytes"], peak_memory())
+    self.manifest["memory"]["peak_bytes"] = max(self.manifest["memory"]["peak_bytes"], peak_memory())
     write_json(self.manifest, self.path("manifest.json"))
     self.say(f"{name}: {seconds:.0f} s, {self.spent['rollouts']} rollouts, {self.spent['tokens']} tokens", force=True)
     return result
@@ -271,7 +271,7 @@ def stage_report(run, adapters, routing):
 def write_result(run, rows):
     "result.json as DESIGN.md has it."
     stages = run.manifest["stages"]
-    write_json({"rows": rows, "seconds": {n: r["seconds"] for n, r in stages.items()}, "peak_memory_bytes": max(run.manifest["peak_memory_bytes"], peak_memory()),
+    write_json({"rows": rows, "seconds": {n: r["seconds"] for n, r in stages.items()}, "peak_memory_bytes": max(run.manifest["memory"]["peak_bytes"], peak_memory()),
                 "budget": run.manifest["budget"], "seed": run.parameters.seed}, run.path("result.json"))
 
 # %% ../nbs/00_pipeline.ipynb #2ce205d5
@@ -282,9 +282,7 @@ def check_parameters(p: Parameters):
     if p.target not in TARGETS: raise InputError(f"unknown target {p.target!r}; known: {', '.join(TARGETS)}")
     if p.scale not in SCALES: raise InputError(f"unknown scale {p.scale!r}; known: {', '.join(SCALES)}")
     if p.model in SCRIPTED: raise InputError(f"{p.model} is a script and cannot be trained; give `pocket`, a folder or a Hugging Face id")
-    if p.model == "pocket": model_path("pocket")
-    elif not Path(p.model).is_dir() and ("/" not in p.model or p.model.startswith((".", "/"))):
-        raise InputError(f"unknown model {p.model!r}: neither `pocket`, nor a folder, nor a Hugging Face id such as owner/name")
+    model_path(p.model)
 
 # %% ../nbs/00_pipeline.ipynb #3014db89
 def run_loop(folder, parameters: Parameters = Parameters(), log=print) -> dict:

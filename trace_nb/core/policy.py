@@ -222,7 +222,9 @@ Local._generate_plain, Local._cut = _generate_plain, _cut
 # %% ../../nbs/core/03_policy.ipynb #1fe0293f
 def model_path(name: str) -> str:
     "Where a model's weights are: `pocket` is a name, the rest a path or id."
-    if name != "pocket": return name
+    if name != "pocket":
+        if Path(name).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", name): return name
+        raise InputError(f"unknown policy or model {name!r}: neither {', '.join(SCRIPTED)}, `pocket`, a folder, nor a Hugging Face id such as owner/name")
     path = data_folder()/"pocket"
     if not (path/"config.json").exists(): raise InputError(f"the weights of pocket are not in {path}; run `make pocket` to train them")
     return str(path)
@@ -232,6 +234,8 @@ def load_model(name: str = "pocket"):
     "Model and tokenizer of a name, folder or Hugging Face id; an unknown one raises `InputError`."
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+    disable_progress_bar(); set_verbosity_error()
     path, cuda = model_path(name), torch.cuda.is_available()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

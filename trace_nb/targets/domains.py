@@ -362,6 +362,7 @@ def cancel_reservation(self, reservation_id: str) -> str:
     r.update(payment_history=r["payment_history"] + refunds, status="cancelled")
     return json.dumps(r)
 
+# %% ../../nbs/targets/00_domains.ipynb #bd343501
 @_write
 def update_reservation_baggages(self, reservation_id: str, total_baggages: int, nonfree_baggages: int, payment_id: str) -> str:
     """
@@ -382,13 +383,13 @@ def update_reservation_baggages(self, reservation_id: str, total_baggages: int, 
 
 for _tool in (cancel_reservation, update_reservation_baggages): _attach(Airline, _tool)
 
-# %% ../../nbs/targets/00_domains.ipynb #9f1c606c
+# %% ../../nbs/targets/00_domains.ipynb #d408aeed
 def may_cancel(reservation: dict, reason: str) -> bool:
     "tau2's airline rule for cancelling: recent, business, or insured with a reason of health or weather."
     recent = reservation["created_at"] >= "2024-05-14T15:00:00"
     return recent or reservation["cabin"] == "business" or (reservation["insurance"] == "yes" and reason in ("health", "weather"))
 
-# %% ../../nbs/targets/00_domains.ipynb #d408aeed
+# %% ../../nbs/targets/00_domains.ipynb #3a3d2bef
 def _cancel_reservation(self, r, reason) -> Operation:
     found = f"its cabin is {r['cabin']}, insurance {r['insurance']}, booked {r['created_at'][:10]}, reason {reason}"
     return Operation(r["reservation_id"], "cancel_reservation", {"reservation_id": r["reservation_id"]}, may_cancel(r, reason), found, "is cancelled")
@@ -400,7 +401,7 @@ def _set_bags(self, r, total) -> Operation:
 Airline._cancel_reservation, Airline._set_bags = _cancel_reservation, _set_bags
 Airline._identify = lambda self: []      # the user states the user id in the request
 
-# %% ../../nbs/targets/00_domains.ipynb #688b8728
+# %% ../../nbs/targets/00_domains.ipynb #ec687084
 LEFT_OUT = ("orders of more than two items, reservations of more than one segment or passenger",
     "products and variants: exchange, item changes, product look-ups; address and payment changes",
     "flights, booking, flight and cabin changes, passengers, certificates, paid bags, the calculator",

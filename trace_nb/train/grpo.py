@@ -187,6 +187,7 @@ def train_adapter(model, tokenizer, capability: str, folder, settings: GRPOSetti
     "Train one adapter and save it under `folder` (PEFT files and training_log.jsonl); returns the log."
     from datasets import Dataset
     from tempfile import TemporaryDirectory
+    from transformers import PrinterCallback
     tuned, log = with_lora(model, capability, settings), []
     with TemporaryDirectory() as scratch:
         trainer = trainer_class()(model=tuned, args=grpo_config(settings, scratch), train_dataset=Dataset.from_list(training_rows(capability, settings)),
@@ -194,6 +195,7 @@ def train_adapter(model, tokenizer, capability: str, folder, settings: GRPOSetti
         trainer.settings, trainer.environment_classes = settings, environments(capability)
         trainer.policy = Local(tuned, tokenizer, temperature=settings.temperature, max_new_tokens=settings.max_new_tokens)
         trainer.on_record = lambda record: (log.append(record), progress and progress(record))
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     save_adapter(tuned, folder, log)
     return log

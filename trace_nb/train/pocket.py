@@ -204,7 +204,8 @@ def key_row(tokenizer, rng) -> Row:
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides the weights."
-    steps: int = 1300
+    steps: int = 1300            # of one round
+    rounds: int = 2              # a round begins with a full learning rate and fresh optimisers
     list_steps: int = 300        # steps with copying rows only
     demonstrations: int = 16     # a step
     layers: int = 4
@@ -290,7 +291,7 @@ def optimizers(model, recipe):
     return [make_muon(matrices, recipe.muon), torch.optim.AdamW(rest, lr=recipe.adam, betas=(.9, .98), weight_decay=0.)]
 
 def learning_rate(recipe, step) -> float:
-    "Share of the full learning rate at a step."
+    "Share of the full learning rate at a step of a round."
     return min(1, (step + 1) / 40) * min(1, max(.02, (1 - step / recipe.steps) / recipe.cool))
 
 # %% ../../nbs/train/00_pocket.ipynb #4bd4a45f
@@ -309,30 +310,41 @@ def train_step(model, optimizers, rows, rate) -> dict:
     return {k: sum(v) / len(v) for k, v in by_kind.items()}
 
 # %% ../../nbs/train/00_pocket.ipynb #e2c976c8
-def train(recipe: Recipe, out, log=print, save_every=500):
-    "Train pocket from scratch and save model, tokenizer and recipe under `out`. About 20 minutes on two idle cores."
+def train(recipe: Recipe, out, log=print, done: int = 0 # rounds whose result lies in `out` already
+         ):
+    "Train pocket and save model, tokenizer and recipe under `out` after each round."
     import torch
     torch.manual_seed(recipe.seed); start = time.time()
-    texts = ["".join(t for t, _ in segments(demonstrate(WORLDS[i % len(WORLDS)], FIRST_SEED - 1 - i, set()).messages, tool_names(WORLDS[i % len(WORLDS)]))) for i in range(6000)]
-    tokenizer = build_tokenizer(texts, recipe.vocabulary); encoder = tokenizer.backend_tokenizer
-    model = build_model(recipe, tokenizer); both = list(zip(optimizers(model, recipe), (recipe.muon, recipe.adam)))
-    for step in range(recipe.steps):
-        losses = train_step(model, both, rows_of_step(encoder, recipe, step), learning_rate(recipe, step))
-        if step % 50 == 0: log(f"step {step} of {recipe.steps}  {(time.time() - start) / 60:.1f} min  " + "  ".join(f"{k} {v:.3f}" for k, v in sorted(losses.items())))
-        if step % save_every == save_every - 1: save(model, tokenizer, recipe, out)
-    save(model, tokenizer, recipe, out)
+    model, tokenizer = _begin(recipe, out, done)
+    for step in range(done * recipe.steps, recipe.rounds * recipe.steps):
+        if step % recipe.steps == 0: both = list(zip(optimizers(model, recipe), (recipe.muon, recipe.adam)))
+        losses = train_step(model, both, rows_of_step(tokenizer.backend_tokenizer, recipe, step), learning_rate(recipe, step % recipe.steps))
+        if step % 50 == 0: log(f"step {step} of {recipe.rounds * recipe.steps}  {(time.time() - start) / 60:.1f} min  " + "  ".join(f"{k} {v:.3f}" for k, v in sorted(losses.items())))
+        if (step + 1) % recipe.steps == 0: save(model, tokenizer, recipe, out)
 
 # %% ../../nbs/train/00_pocket.ipynb #4a722770
+def _begin(recipe, out, done):
+    "An untrained model with a new tokenizer, or what earlier rounds left."
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    if done: return AutoModelForCausalLM.from_pretrained(out).train(), AutoTokenizer.from_pretrained(out)
+    worlds = [WORLDS[i % len(WORLDS)] for i in range(6000)]
+    episodes = (demonstrate(cls, FIRST_SEED - 1 - i, set()) for i, cls in enumerate(worlds))
+    texts = ["".join(t for t, _ in segments(e.messages, tool_names(cls))) for e, cls in zip(episodes, worlds)]
+    tokenizer = build_tokenizer(texts, recipe.vocabulary)
+    return build_model(recipe, tokenizer), tokenizer
+
+# %% ../../nbs/train/00_pocket.ipynb #3eee34eb
 def save(model, tokenizer, recipe, out):
     "Write model, tokenizer and recipe."
     from dataclasses import asdict
     model.save_pretrained(out); tokenizer.save_pretrained(out)
     write_json(asdict(recipe), Path(out)/"recipe.json")
 
-# %% ../../nbs/train/00_pocket.ipynb #ba58ef15
+# %% ../../nbs/train/00_pocket.ipynb #5af1e19b
 if __name__ == "__main__":
     import argparse
     parser = argparse.ArgumentParser(description="Train pocket from scratch.")
     parser.add_argument("--out", default="data/pocket"); parser.add_argument("--steps", type=int, default=Recipe.steps); parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=Recipe.rounds); parser.add_argument("--done", type=int, default=0)
     given = parser.parse_args()
-    train(replace(Recipe(), steps=given.steps, seed=given.seed), given.out, log=lambda line: print(line, flush=True))
+    train(replace(Recipe(), steps=given.steps, seed=given.seed, rounds=given.rounds), given.out, log=lambda line: print(line, flush=True), done=given.done)
