@@ -18,6 +18,7 @@ run: $(DONE)    ## run the whole loop on the built-in agent, in minutes (NAME=qu
 
 test: export HF_HUB_OFFLINE = 1
 test: export MPLBACKEND = Agg
+test: export OMP_NUM_THREADS = 1
 test: $(DONE) check    ## check that all is in step, then test the notebooks, then tests/
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/nbdev-test nbs --timing
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests -q

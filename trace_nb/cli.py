@@ -7,7 +7,7 @@ __all__ = ['COMMANDS', 'run', 'import_', 'label', 'select', 'evaluate', 'train',
            'main']
 
 # %% ../nbs/01_cli.ipynb #b2b6930a
-import sys
+import sys, warnings
 from .core.trajectory import InputError
 
 # %% ../nbs/01_cli.ipynb #1a2a7bca
@@ -105,7 +105,8 @@ def bench(model: str = "pocket", # the model to time
     "Time the rollout engine against generate() and TRL's tool loop, interleaved."
     from trace_nb.train import bench as b
     rows = b.bench(model, episodes, repetitions, seed)
-    _table(rows, json, b.bench_table(rows))
+    found = b.exactness(model, seed=seed)
+    _table(b.bench_summary(rows), json, f"{b.bench_table(rows)}\ngreedy rollouts equal to generate(): {found['greedy_equal']:.0%}; largest log-probability difference {found['max_logp_difference']:.1e}")
 
 # %% ../nbs/01_cli.ipynb #6559283a
 COMMANDS = {"run": run, "import": import_, "label": label, "select": select, "evaluate": evaluate, "train": train, "route": route, "report": report, "bench": bench}
@@ -130,6 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"): return print(usage()) or 0
     if argv[0] not in COMMANDS: return _fail(f"unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}")
+    warnings.filterwarnings("ignore", category=FutureWarning)     # libraries announcing renames to each other
     try: COMMANDS[argv[0]](**parse(argv[0], argv[1:]))
     except InputError as e: return _fail(str(e))
     except KeyboardInterrupt: return _fail("stopped; what was finished is kept, the same command goes on from there", 130)

@@ -241,6 +241,7 @@ def load_model(name: str = "pocket"):
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16 if cuda else torch.float32)
     except (OSError, ValueError) as e: raise InputError(f"cannot load the model {name!r} ({str(e).splitlines()[0][:160]}); give `pocket`, a folder with config.json, or a Hugging Face id") from None
+    if not cuda and model.num_parameters() < 2e7: torch.set_num_threads(1)    # faster for a tiny model when cores are shared, and the same bytes on any number of cores
     return model.to("cuda" if cuda else "cpu").eval(), tokenizer
 
 # %% ../../nbs/core/03_policy.ipynb #935e1d2f

@@ -12,11 +12,11 @@ import os, statistics, time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from ..core.environment import Episode, reward_func
+from ..core.environment import Episode, reward_func, tool_names
 from ..core.policy import Conversation, Local, load_model
 from ..core.rollout import derived_seed, play
 from ..synthesize.capabilities import environments
-from .grpo import FIRST_HELD_OUT_SEED
+from .grpo import FIRST_HELD_OUT_SEED, no_checkpointing
 
 # %% ../../nbs/train/02_bench.ipynb #88681f25
 def silent_seeds(environment, # an environment class
@@ -98,7 +98,7 @@ def trl_config(job: Job, folder):
     from trl import GRPOConfig
     return GRPOConfig(output_dir=str(folder), per_device_train_batch_size=len(job.episodes()), gradient_accumulation_steps=1, num_generations=job.group_size, max_steps=1, beta=0.,
         temperature=1., max_completion_length=1536, generation_kwargs={"max_new_tokens": job.max_new_tokens}, max_tool_calling_iterations=job.environment.max_turns - 1,
-        use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, gradient_checkpointing=False, disable_dropout=True)
+        use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, disable_dropout=True, **no_checkpointing())
 
 # %% ../../nbs/train/02_bench.ipynb #5db50449
 def with_response_template(tokenizer):
@@ -109,13 +109,17 @@ def with_response_template(tokenizer):
     except ValueError: tokenizer.response_template = qwen3_template      # a chat template that TRL does not know
     return tokenizer
 
-# %% ../../nbs/train/02_bench.ipynb #ee12dc28
+# %% ../../nbs/train/02_bench.ipynb #6402da2d
 def trl_trainer(job: Job, folder):
     "TRL's trainer for the job; `reward_func` hands the last words to the environment and adds nothing."
     from datasets import Dataset
-    return timed_trainer_class()(model=job.model, args=trl_config(job, folder), train_dataset=Dataset.from_list(trl_rows(job)), processing_class=with_response_template(job.tokenizer),
-                                 reward_funcs=reward_func, environment_factory={job.environment.__name__: job.environment})
+    name, order = job.environment.__name__, tool_names(job.environment)
+    trainer = timed_trainer_class()(model=job.model, args=trl_config(job, folder), train_dataset=Dataset.from_list(trl_rows(job)), reward_funcs=reward_func,
+                                    processing_class=with_response_template(job.tokenizer), environment_factory={name: job.environment})
+    trainer._env_tools[name].sort(key=lambda tool: order.index(tool.__name__))
+    return trainer
 
+# %% ../../nbs/train/02_bench.ipynb #99319840
 def measure_trl(job: Job, seed: int) -> dict:
     "One measurement of TRL's own tool loop."
     import torch
@@ -126,10 +130,10 @@ def measure_trl(job: Job, seed: int) -> dict:
     trainer._generate_and_score_completions(trl_rows(job))
     return _measured(trainer.seconds, trainer.tokens, trainer.environments)
 
-# %% ../../nbs/train/02_bench.ipynb #99319840
+# %% ../../nbs/train/02_bench.ipynb #f576761c
 METHODS = {"ours": measure_ours, "generate": measure_generate, "TRL": measure_trl}
 
-# %% ../../nbs/train/02_bench.ipynb #191b8c0c
+# %% ../../nbs/train/02_bench.ipynb #ae121d25
 @contextmanager
 def one_thread():
     "torch on one thread, and back."
@@ -138,7 +142,7 @@ def one_thread():
     try: yield
     finally: torch.set_num_threads(before)
 
-# %% ../../nbs/train/02_bench.ipynb #f576761c
+# %% ../../nbs/train/02_bench.ipynb #e5308ae4
 def make_job(model="pocket", # name, folder or Hugging Face id
              environment: str = "MultiStepRetail", episodes: int = 64, group_size: int = 8, seed: int = 0) -> Job:
     "A job on the processor in float32, whatever else the machine has."
@@ -146,7 +150,7 @@ def make_job(model="pocket", # name, folder or Hugging Face id
     cls = environments(environment)[-1]
     return Job(loaded.to("cpu").float(), tokenizer, cls, silent_seeds(cls, max(1, episodes // group_size), FIRST_HELD_OUT_SEED + 10_000 * seed), group_size)
 
-# %% ../../nbs/train/02_bench.ipynb #ae121d25
+# %% ../../nbs/train/02_bench.ipynb #88aa5ad2
 def bench(model="pocket", episodes: int = 64, repetitions: int = 3, seed: int = 0, environment: str = "MultiStepRetail",
           methods=tuple(METHODS), progress=None) -> list[dict]:
     "One row a method and repetition: cpu_seconds, rollouts, generated_tokens, mean_reward."
@@ -160,7 +164,7 @@ def bench(model="pocket", episodes: int = 64, repetitions: int = 3, seed: int = 
                 if progress: progress(rows[-1])
     return rows
 
-# %% ../../nbs/train/02_bench.ipynb #88aa5ad2
+# %% ../../nbs/train/02_bench.ipynb #21f65ed9
 def _method_row(method, rows) -> dict:
     median = lambda cost: statistics.median(map(cost, rows))
     return {"method": method, "repetitions": len(rows), "cpu_seconds_min": min(r["cpu_seconds"] for r in rows), "cpu_seconds_median": median(lambda r: r["cpu_seconds"]),
@@ -175,7 +179,7 @@ def bench_summary(rows) -> list[dict]:
         for unit in ("rollout", "token"): s[f"ratio_per_{unit}"] = ours[f"{unit}s_per_cpu_second"] / s[f"{unit}s_per_cpu_second"] if ours else None
     return out
 
-# %% ../../nbs/train/02_bench.ipynb #7aa1c10e
+# %% ../../nbs/train/02_bench.ipynb #41e9aa19
 TARGETS = {"generate": 1.8, "TRL": 2.8}     # what the engine is meant to save, at least
 
 COLUMNS = {"cpu_seconds_min": "CPU-s, min", "cpu_seconds_median": "median", "rollouts_per_cpu_second": "rollouts/CPU-s", "tokens_per_rollout": "tokens/rollout",
@@ -189,7 +193,7 @@ def bench_table(rows) -> str:
         lines.append("  ".join([f"{s['method']:8}", *cells, f"{TARGETS.get(s['method'], '-'):>6}"]))
     return "\n".join(lines)
 
-# %% ../../nbs/train/02_bench.ipynb #e73682ee
+# %% ../../nbs/train/02_bench.ipynb #3e3ac849
 def logp_difference(model, conversation) -> float:
     "Largest difference between the recorded log-probabilities and one forward pass over the row."
     import torch
@@ -198,10 +202,11 @@ def logp_difference(model, conversation) -> float:
     spoken = torch.tensor(conversation.mask[1:]) > 0
     return float((plain - torch.tensor(conversation.logps[1:]))[spoken].abs().max())
 
-# %% ../../nbs/train/02_bench.ipynb #886cc201
+# %% ../../nbs/train/02_bench.ipynb #a2207125
 def exactness(model="pocket", episodes: int = 16, seed: int = 0, environment: str = "MultiStepRetail") -> dict:
     "Share of greedy rollouts equal to `generate()`'s, and the largest error of a sampled log-probability."
     job = make_job(model, environment, episodes, group_size=1, seed=seed)
-    (_, ours), (_, theirs), (_, sampled) = play_local(job, seed, temperature=0.), play_local(job, seed, cached=False, temperature=0.), play_local(job, seed)
+    with one_thread():
+        (_, ours), (_, theirs), (_, sampled) = play_local(job, seed, temperature=0.), play_local(job, seed, cached=False, temperature=0.), play_local(job, seed)
     return {"rollouts": len(ours), "tokens": sum(sum(c.mask) for c in ours), "greedy_equal": sum(a.ids == b.ids for a, b in zip(ours, theirs)) / len(ours),
             "max_logp_difference": max(logp_difference(job.model, c) for c in sampled)}

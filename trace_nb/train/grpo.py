@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FIRST_TRAINING_SEED', 'FIRST_HELD_OUT_SEED', 'TARGET_MODULES', 'group_advantages', 'Row', 'distinct_rows',
            'row_losses', 'torch_min', 'token_logps', 'padded', 'GRPOSettings', 'training_rows', 'trainer_class',
-           'step_rows', 'step_loss', 'with_lora', 'grpo_config', 'train_adapter', 'save_adapter', 'accept',
-           'task_means']
+           'step_rows', 'step_loss', 'with_lora', 'no_checkpointing', 'grpo_config', 'train_adapter', 'save_adapter',
+           'accept', 'task_means']
 
 # %% ../../nbs/train/01_grpo.ipynb #461dea0d
 import json, time
@@ -172,6 +172,12 @@ def with_lora(model, capability: str, settings: GRPOSettings):
     return get_peft_model(model, LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0., target_modules=TARGET_MODULES, task_type="CAUSAL_LM"))
 
 # %% ../../nbs/train/01_grpo.ipynb #2acf90e8
+def no_checkpointing() -> dict:
+    "Recomputing activations costs time and pocket needs no memory saved; transformers 5.24 renamed the switch."
+    from trl import GRPOConfig
+    return {"activation_checkpointing" if hasattr(GRPOConfig, "activation_checkpointing") else "gradient_checkpointing": False}
+
+# %% ../../nbs/train/01_grpo.ipynb #480c4092
 def grpo_config(settings: GRPOSettings, folder):
     "TRL's configuration: paper-faithful loss, one update a batch, no KL, nothing saved by itself."
     import torch
@@ -179,10 +185,10 @@ def grpo_config(settings: GRPOSettings, folder):
     n = settings.groups * settings.group_size
     return GRPOConfig(output_dir=str(folder), per_device_train_batch_size=n, gradient_accumulation_steps=1, num_generations=settings.group_size, max_steps=settings.steps,
         learning_rate=settings.learning_rate, lr_scheduler_type="constant", beta=0., temperature=settings.temperature, loss_type="grpo", use_cpu=not torch.cuda.is_available(),
-        bf16=False, fp16=False, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, max_grad_norm=1., adam_beta2=.95, disable_dropout=True, gradient_checkpointing=False,
+        bf16=False, fp16=False, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, max_grad_norm=1., adam_beta2=.95, disable_dropout=True, **no_checkpointing(),
         shuffle_dataset=False, dataloader_pin_memory=False, seed=settings.seed, max_completion_length=1536)
 
-# %% ../../nbs/train/01_grpo.ipynb #480c4092
+# %% ../../nbs/train/01_grpo.ipynb #1158e71f
 def train_adapter(model, tokenizer, capability: str, folder, settings: GRPOSettings = GRPOSettings(), progress=None) -> list[dict]:
     "Train one adapter and save it under `folder` (PEFT files and training_log.jsonl); returns the log."
     from datasets import Dataset
@@ -202,7 +208,7 @@ def train_adapter(model, tokenizer, capability: str, folder, settings: GRPOSetti
 
 def _unused_reward(completions, **row): return [None] * len(completions)
 
-# %% ../../nbs/train/01_grpo.ipynb #1158e71f
+# %% ../../nbs/train/01_grpo.ipynb #5f39eade
 def save_adapter(tuned, folder, log) -> None:
     "PEFT files, the log, and no path of this machine."
     folder = Path(folder); tuned.save_pretrained(str(folder), selected_adapters=["default"])
@@ -211,7 +217,7 @@ def save_adapter(tuned, folder, log) -> None:
     write_json(config, folder/"adapter_config.json")
     with writing(folder/"training_log.jsonl") as f: f.writelines(json.dumps(r) + "\n" for r in log)
 
-# %% ../../nbs/train/01_grpo.ipynb #6c0c8192
+# %% ../../nbs/train/01_grpo.ipynb #ec4f10b0
 def accept(held_base, held_adapter, train_base, train_adapter_, level: float = .05) -> dict:
     "Verdict from four lists of trajectories (each pair over the same tasks): accepted, reason, metrics."
     from trace_nb.core.statistics import paired_permutation
@@ -225,7 +231,7 @@ def accept(held_base, held_adapter, train_base, train_adapter_, level: float = .
     return {"accepted": gained and not harmed, "reason": reason, "metrics": {"held_out_base": _mean(means[0]), "held_out_adapter": _mean(means[1]), "held_out_p": p[0],
             "train_base": _mean(means[2]), "train_adapter": _mean(means[3]), "train_p": p[1]}}
 
-# %% ../../nbs/train/01_grpo.ipynb #ec4f10b0
+# %% ../../nbs/train/01_grpo.ipynb #825a4731
 def task_means(trajectories) -> dict:
     "Mean success of each task."
     found = {}
