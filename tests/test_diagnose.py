@@ -257,7 +257,7 @@ def test_bad_paths(tmp_path):
     with pytest.raises(InputError, match="is a folder; name a log"): import_log(tmp_path, tmp_path/"out")
     with pytest.raises(InputError, match="is a folder; name a file"): import_log(tmp_path/"log.json", tmp_path)
     with pytest.raises(InputError, match="would overwrite the log"): import_log(tmp_path/"log.json", tmp_path/"log.json")
-    with pytest.raises(InputError, match="cannot be written"): import_log(tmp_path/"log.json", tmp_path/"log.json"/"out")
+    with pytest.raises(InputError, match="not a folder; name another place"): import_log(tmp_path/"log.json", tmp_path/"log.json"/"out")
     with pytest.raises(InputError, match="unknown analyst 'magic'; known: rules"): label_file(tmp_path/"log.json", tmp_path/"labels", analyst="magic")
 
 

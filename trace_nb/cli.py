@@ -8,7 +8,7 @@ __all__ = ['COMMANDS', 'run', 'import_', 'label', 'select', 'evaluate', 'train',
 
 # %% ../nbs/01_cli.ipynb #b2b6930a
 import sys, warnings
-from .core.trajectory import InputError
+from .core.trajectory import InputError, writable
 
 # %% ../nbs/01_cli.ipynb #1a2a7bca
 def _table(rows: list, path, text: str):
@@ -60,6 +60,7 @@ def select(labels: str, # folder of label files
     from trace_nb.core.trajectory import read_json
     from trace_nb.diagnose.selection import select_dir
     out = out or f"{labels}/selected_capabilities.json"
+    if json and writable(json) == writable(out): raise InputError(f"--json and --out are both {out}; give two files")
     text = select_dir(labels, rho, delta, required, out)
     _table(read_json(out)["capabilities"], json, text)
 
@@ -70,6 +71,7 @@ def evaluate(target: str = "desk", # the world
              trials: int = 0, # of each task; default 1 for scripts, 4 for models
              seed: int = 0, json: str = ""): # write the table's numbers here
     "Play a policy on a target and print its rates."
+    if json: writable(json)
     from trace_nb.evaluate.evaluate import format_table, results_table, table_rows
     from trace_nb.pipeline import evaluate_policy
     table = results_table(evaluate_policy(target, policy, split, trials, seed), seed=seed)
@@ -93,9 +95,9 @@ def route(folder: str, # a finished run
 
 def report(folder: str): # a run folder
     "Write report.html again from what a run left."
-    from pathlib import Path
     from trace_nb.evaluate.report import write_report
-    if not (Path(folder)/"manifest.json").exists(): raise InputError(f"{folder} is not a run folder (no manifest.json); make one with `trace-nb run`")
+    from trace_nb.pipeline import run_model
+    run_model(folder)
     print(write_report(folder))
 
 # %% ../nbs/01_cli.ipynb #ed7486c4
@@ -103,6 +105,7 @@ def bench(model: str = "pocket", # the model to time
           episodes: int = 64, repetitions: int = 3, seed: int = 0,
           json: str = ""): # write the rows here
     "Time the rollout engine against generate() and TRL's tool loop, interleaved."
+    if json: writable(json)
     from trace_nb.train import bench as b
     rows = b.bench(model, episodes, repetitions, seed)
     found = b.exactness(model, seed=seed)
@@ -130,13 +133,14 @@ def main(argv: list[str] | None = None) -> int:
     "The console script; returns the exit code."
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"): return print(usage()) or 0
+    if "" in argv: return _fail("an argument is empty; give each a value")
     if argv[0] not in COMMANDS: return _fail(f"unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}")
     warnings.filterwarnings("ignore", category=FutureWarning)     # libraries announcing renames to each other
     try: COMMANDS[argv[0]](**parse(argv[0], argv[1:]))
     except InputError as e: return _fail(str(e))
-    except KeyboardInterrupt: return _fail("stopped; what was finished is kept, the same command goes on from there", 130)
+    except KeyboardInterrupt: return _fail("stopped" + ("; finished stages are kept, the same command goes on from there" if argv[0] == "run" else ""), 130)
     except BrokenPipeError: return 1
-    except OSError as e: return _fail(f"{e.filename or 'a file'}: {e.strerror or e}; free space or choose another place, finished stages are kept")
+    except OSError as e: return _fail(f"{e.filename or 'standard output'}: {e.strerror or e}; make room or choose another place")
     return 0
 
 def _fail(message, code=2):

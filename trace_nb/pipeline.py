@@ -6,7 +6,7 @@
 __all__ = ['SCALES', 'Scale', 'Parameters', 'Run', 'peak_memory', 'only_one', 'stage', 'say', 'spend', 'play_tasks',
            'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'stage_synthesize', 'halves', 'stage_train',
            'stage_gate', 'stage_adapt', 'stage_evaluate', 'stage_report', 'write_result', 'check_parameters',
-           'run_loop', 'summary', 'evaluate_policy', 'accepted_adapters', 'route_request', 'routed_agent',
+           'run_loop', 'summary', 'evaluate_policy', 'accepted_adapters', 'run_model', 'route_request', 'routed_agent',
            'train_alone']
 
 # %% ../nbs/00_pipeline.ipynb #ef51d75d
@@ -32,7 +32,7 @@ class Scale:
 
 # %% ../nbs/00_pipeline.ipynb #26d4b3dd
 SCALES = {"smoke": Scale(1, 10, 8, 1, 2, 4, 8, 1, 1),
-          "quick": Scale(2, 10, 8, 14, 8, 8, 96, 1, 4),
+          "quick": Scale(2, 10, 8, 18, 8, 8, 96, 1, 4),
           "paper": Scale(4, 10, 8, 40, 32, 16, 256, 4, 8)}
 
 # %% ../nbs/00_pipeline.ipynb #199d661d
@@ -328,6 +328,7 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
     from trace_nb.core.rollout import rollout
     from trace_nb.evaluate.evaluate import evaluation_frame
     from trace_nb.targets.desk import load_tasks
+    if trials < 0: raise InputError(f"--trials is {trials}; give at least 1, or 0 for the default")
     tasks, adapters, name = load_tasks(target, split), None, policy
     if (Path(policy)/"manifest.json").exists(): agent, adapters, name = routed_agent(policy, tasks)
     else: agent = load_policy(policy)
@@ -341,12 +342,20 @@ def accepted_adapters(folder) -> dict:
     cards = [read_json(p) for p in sorted(Path(folder).glob("adapters/*/capability.json"))]
     return {c["name"]: c["description"] for c in cards if c["accepted"]}
 
+def run_model(folder) -> str:
+    "The model of a run; a folder that holds no run raises `InputError`."
+    path = Path(folder)/"manifest.json"
+    if not path.exists(): raise InputError(f"{folder} is not a run folder (no manifest.json); make one with `trace-nb run`")
+    manifest = read_json(path)
+    parameters = manifest.get("parameters") if isinstance(manifest, dict) else None
+    if not isinstance(parameters, dict) or not isinstance(parameters.get("model"), str): raise InputError(f"{path}: not a run's manifest (no parameters); name a folder made by `trace-nb run`")
+    return parameters["model"]
+
 def _router_of(folder):
     "Model, tokenizer and router of a finished run."
     from trace_nb.adapt.routing import make_router
     from trace_nb.core.policy import load_model
-    if not Path(folder, "manifest.json").exists(): raise InputError(f"{folder} is not a run folder (no manifest.json); make one with `trace-nb run`")
-    model, tokenizer = load_model(read_json(Path(folder)/"manifest.json")["parameters"]["model"])
+    model, tokenizer = load_model(run_model(folder))
     return model, tokenizer, make_router(model, tokenizer, accepted_adapters(folder))
 
 # %% ../nbs/00_pipeline.ipynb #e8241850
@@ -360,7 +369,7 @@ def routed_agent(folder, tasks):
     from trace_nb.core.policy import load_policy
     model, tokenizer, router = _router_of(folder)
     chosen = router.choose(model, tokenizer, [t.environment().reset(seed=t.seed) for t in tasks])
-    policy = load_policy(read_json(Path(folder)/"manifest.json")["parameters"]["model"], {c: Path(folder)/"adapters"/c for c in accepted_adapters(folder)})
+    policy = load_policy(run_model(folder), {c: Path(folder)/"adapters"/c for c in accepted_adapters(folder)})
     return policy, [None if c == "base" else c for c in chosen], "routed"
 
 # %% ../nbs/00_pipeline.ipynb #15462ad6

@@ -223,6 +223,7 @@ Local._generate_plain, Local._cut = _generate_plain, _cut
 def model_path(name: str) -> str:
     "Where a model's weights are: `pocket` is a name, the rest a path or id."
     if name != "pocket":
+        if Path(name).is_dir() and not (Path(name)/"config.json").exists(): raise InputError(f"{name}: no config.json in this folder, so it holds no model; name a model folder, or a run folder with manifest.json")
         if Path(name).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", name): return name
         raise InputError(f"unknown policy or model {name!r}: neither {', '.join(SCRIPTED)}, `pocket`, a folder, nor a Hugging Face id such as owner/name")
     path = data_folder()/"pocket"

@@ -545,9 +545,10 @@ RUN_FILE = re.compile(r"run_\d+\.json")
 def write_labels(runs: list, rows: list, folder, # made when missing
                  **facts # for the manifest
                 ) -> None:
-    "Write `run_NN.json`, `labels.jsonl` and `manifest.json`, each whole or not at all."
+    "Write `run_NN.json`, `labels.jsonl` and `manifest.json`; until all are there the manifest says `incomplete`."
     folder = Path(folder)
     names = [f"run_{run['run']:02}.json" for run in runs]
+    write_json({"incomplete": True, "files": names}, folder/"manifest.json")
     for name, run in zip(names, runs): write_json(run, folder/name)
     for old in folder.iterdir():
         if RUN_FILE.fullmatch(old.name) and old.name not in names: old.unlink()
@@ -630,6 +631,15 @@ def check_run(where: str, given # a parsed label file
     return {"run": number, "totals": totals, "labels": labels}
 
 # %% ../../nbs/diagnose/01_labeling.ipynb #1e14c737
+def _check_complete(folder, paths):
+    "Where a manifest of ours stands beside the runs, they must be the ones it names."
+    manifest = read_json(folder/"manifest.json") if (folder/"manifest.json").exists() else {}
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if files is None: return
+    if manifest.get("incomplete") or sorted(files) != [p.name for p in paths]:
+        raise InputError(f"{folder}: the label files are not those of its manifest.json; labeling was stopped or files were changed. Label again with `trace-nb label`")
+
+# %% ../../nbs/diagnose/01_labeling.ipynb #527b52ec
 def read_label_runs(folder) -> list[dict]:
     "The runs of a labels folder, by number; files that are no `run_NN.json` are ignored."
     folder = Path(folder)
@@ -637,6 +647,7 @@ def read_label_runs(folder) -> list[dict]:
     if not folder.is_dir(): raise InputError(f"{folder} is a file; name the folder that holds the run_NN.json files")
     paths = sorted(p for p in folder.iterdir() if RUN_FILE.fullmatch(p.name))
     if not paths: raise InputError(f"{folder}: holds no run_NN.json; make them with `trace-nb label`")
+    _check_complete(folder, paths)
     runs = {}
     for path in paths:
         run = check_run(str(path), read_json(path))
@@ -645,14 +656,14 @@ def read_label_runs(folder) -> list[dict]:
     _check_candidates(folder, runs)
     return [runs[n] for n in sorted(runs)]
 
-# %% ../../nbs/diagnose/01_labeling.ipynb #bfffa455
+# %% ../../nbs/diagnose/01_labeling.ipynb #658438cc
 def _check_candidates(folder, runs):
     names = Counter(c for run in runs.values() for c in run["labels"])
     for number, run in sorted(runs.items()):
         absent = sorted(c for c in names if c not in run["labels"])
         if absent: raise InputError(f"{folder}, run {number}: no labels for {absent[0]}, which other runs have; label every candidate in every run")
 
-# %% ../../nbs/diagnose/01_labeling.ipynb #ffaa2c38
+# %% ../../nbs/diagnose/01_labeling.ipynb #5fec84b6
 ANALYSTS = {"rules": RuleAnalyst}
 
 def label_file(trajectories, # a trajectories file or any known log
@@ -669,14 +680,14 @@ def label_file(trajectories, # a trajectories file or any known log
     except OSError as e: raise InputError(f"{out}: cannot be written ({e.strerror}); choose another --out") from None
     return _labels_text(facts, rows, runs, out)
 
-# %% ../../nbs/diagnose/01_labeling.ipynb #30484e59
+# %% ../../nbs/diagnose/01_labeling.ipynb #0f8ce015
 def _counts(trajectories):
     "How many trajectories, tasks and outcomes there are."
     found = Counter(outcome(t) for t in trajectories)
     return {"trajectories": len(trajectories), "tasks": len({(t.environment, t.task_id) for t in trajectories}),
             "failed": found["failed"], "passed": found["passed"], "without_outcome": found[None]}
 
-# %% ../../nbs/diagnose/01_labeling.ipynb #6da431fb
+# %% ../../nbs/diagnose/01_labeling.ipynb #909fb2fc
 def _labels_text(facts, rows, runs, out):
     "The counts as a plain table."
     counts = Counter((row["capability"], row["label"]) for row in rows)

@@ -10,8 +10,8 @@ __all__ = ['TOLERANCE', 'error_rate', 'contrastive_gap', 'coverage', 'judge_run'
 import math, statistics
 from collections import Counter
 from pathlib import Path
-from ..core.trajectory import InputError, write_json
-from .labeling import CANDIDATES, read_label_runs
+from ..core.trajectory import InputError, writable, write_json
+from .labeling import CANDIDATES, RUN_FILE, read_label_runs
 
 # %% ../../nbs/diagnose/02_selection.ipynb #72ea4495
 def error_rate(lists: dict, # a capability's id lists in one run
@@ -150,8 +150,9 @@ def select_dir(labels, # folder of label files
                rho: float = .10, delta: float = .20, required: int = 8,
                out="selected_capabilities.json") -> str: # what to print
     "Select from a folder of label files and write the ranking."
-    if Path(out).is_dir(): raise InputError(f"{out} is a folder; name a file for the selection")
+    place = writable(out)
+    if place.parent == Path(labels).resolve() and (RUN_FILE.fullmatch(place.name) or place.name in ("labels.jsonl", "manifest.json")):
+        raise InputError(f"{out} would overwrite a label file; give another --out")
     result = select(read_label_runs(labels), rho, delta, required)
-    try: write_json(result, out)
-    except OSError as e: raise InputError(f"{out}: cannot be written ({e.strerror}); choose another --out") from None
+    write_json(result, out)
     return f"{selection_table(result)}\nwritten to {out}"

@@ -222,8 +222,8 @@ def recall_row(tokenizer, seed) -> Row:
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides the weights."
-    recalls: int = 12            # a step of the second round
-    rounds: tuple = (1300, 650)  # steps of each round; a round begins with a full learning rate and fresh optimisers
+    recalls: int = 12            # a step from the second round on
+    rounds: tuple = ((1300, 1.), (650, 1.), (500, .5))   # steps and peak rate of each round, which begins with fresh optimisers
     list_steps: int = 300        # steps with copying rows only
     demonstrations: int = 16     # a step
     layers: int = 4
@@ -249,8 +249,8 @@ def rows_of_step(tokenizer, recipe, step) -> list[Row]:
     rng = random.Random(f"rows-{recipe.seed}-{step}")
     if step < recipe.list_steps: return [list_row(tokenizer, rng) for _ in range(40)] + [key_row(tokenizer, rng) for _ in range(8)]
     seed, n = FIRST_SEED + step * 100, recipe.demonstrations
-    copies = [key_row(tokenizer, rng) for _ in range(6)] if step < recipe.rounds[0] * .35 else []
-    copies += [recall_row(tokenizer, seed + 50 + i) for i in range(recipe.recalls)] if step >= recipe.rounds[0] else []
+    copies = [key_row(tokenizer, rng) for _ in range(6)] if step < recipe.rounds[0][0] * .35 else []
+    copies += [recall_row(tokenizer, seed + 50 + i) for i in range(recipe.recalls)] if step >= recipe.rounds[0][0] else []
     return [demonstration_row(tokenizer, seed + i) for i in range(n)] + [described_row(tokenizer, seed + n + i) for i in range(n // 8)] + copies
 
 # %% ../../nbs/train/00_pocket.ipynb #074f92da
@@ -335,10 +335,10 @@ def train(recipe: Recipe, out, log=print, done: int = 0 # rounds whose result li
     import torch
     torch.manual_seed(recipe.seed); start = time.time()
     model, tokenizer = _begin(recipe, out, done)
-    for number, steps in list(enumerate(recipe.rounds))[done:]:
-        both, before = list(zip(optimizers(model, recipe), (recipe.muon, recipe.adam))), sum(recipe.rounds[:number])
+    for number, (steps, peak) in list(enumerate(recipe.rounds))[done:]:
+        both, before = list(zip(optimizers(model, recipe), (recipe.muon, recipe.adam))), sum(n for n, _ in recipe.rounds[:number])
         for step in range(steps):
-            losses = train_step(model, both, rows_of_step(tokenizer.backend_tokenizer, recipe, before + step), learning_rate(recipe, step, steps))
+            losses = train_step(model, both, rows_of_step(tokenizer.backend_tokenizer, recipe, before + step), peak * learning_rate(recipe, step, steps))
             if step % 50 == 0: log(f"round {number + 1}, step {step} of {steps}  {(time.time() - start) / 60:.1f} min  " + "  ".join(f"{k} {v:.3f}" for k, v in sorted(losses.items())))
         save(model, tokenizer, recipe, out)
 
