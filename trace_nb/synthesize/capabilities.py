@@ -28,7 +28,7 @@ class MultiStep:
 
 # %% ../../nbs/synthesize/00_capabilities.ipynb #a39dee84
 TWO = ["I need two things done. One: {0}. Two: {1}.", "There are a couple of matters: {0}; {1}.", "Here is my list. {0}. {1}."]
-MISTAKE = {"no longer needed": ["we do not need it now", "it became unnecessary"], "ordered by mistake": ["I clicked the wrong button", "it was bought in error"]}
+MISTAKE = {"no longer needed": ["being no longer needed", "since no longer needed"], "ordered by mistake": ["being ordered by mistake", "since ordered by mistake"]}
 
 # %% ../../nbs/synthesize/00_capabilities.ipynb #350ef7c8
 class MultiStepRetail(MultiStep, Retail):
@@ -37,7 +37,7 @@ class MultiStepRetail(MultiStep, Retail):
         user, wanted = make_user(rng, self._kinds), []
         for _ in range(2):
             cancel = rng.random() < .5
-            order = make_order(rng, user, "pending" if cancel else "delivered", rng.choice([1, 1, 2]))
+            order = make_order(rng, user, "pending" if cancel else "delivered")
             self._add(user, order); reason = rng.choice(list(MISTAKE))
             self._operations.append(self._cancel_order(order, reason) if cancel else self._return_order(order))
             wanted.append(f"drop order {order['order_id']}, {rng.choice(MISTAKE[reason])}" if cancel else f"order {order['order_id']} goes back completely")
@@ -66,7 +66,7 @@ class MultiStepAirline(MultiStep, Airline):
         return _sign(self, rng, rng.choice(TWO).format(*wanted), user["user_id"], "Which user id do you travel under?")
 
 # %% ../../nbs/synthesize/00_capabilities.ipynb #8ad6ee25
-EXCUSES = {"plans": ["the trip is off", "I made other plans"], "health": ["I am not well", "I had surgery"], "weather": ["the forecast is terrible", "there is a hurricane"]}
+EXCUSES = {"plans": ["I made other plans", "given new plans"], "health": ["given my health", "my health does not allow it"], "weather": ["given the weather", "the weather does not allow it"]}
 
 def _traveller(rng):
     return {"dob": f"19{rng.randrange(50, 99)}-0{rng.randrange(1, 10)}-1{rng.randrange(10)}", "saved_passengers": [], "membership": "gold"}
@@ -93,7 +93,7 @@ class PreconditionRetail(Precondition, Retail):
     def _draw(self, rng):
         user, allowed, cancel = make_user(rng, self._kinds), rng.random() < .5, rng.random() < .5
         right, wrong = ("pending", ["delivered", "processed"]) if cancel else ("delivered", ["pending", "processed"])
-        order = make_order(rng, user, right if allowed else rng.choice(wrong), rng.choice([1, 1, 2]))
+        order = make_order(rng, user, right if allowed else rng.choice(wrong))
         self._add(user, order); id, reason = order["order_id"], rng.choice(list(MISTAKE))
         self._operations = [self._cancel_order(order, reason) if cancel else self._return_order(order)]
         wanted = (f"I would like order {id} dropped, {rng.choice(MISTAKE[reason])}." if cancel else rng.choice([f"All items of order {id} should be refunded.", f"I want to send order {id} back."]))

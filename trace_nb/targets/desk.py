@@ -26,8 +26,8 @@ def _allowances(rng, kind) -> list[bool]:
 # %% ../../nbs/targets/01_desk.ipynb #406e200e
 GREETINGS = ["Hello, ", "Hi there. ", "Good morning. ", "Hey, ", ""]
 JOINS = ["{0}, and {1}.", "{0}. Then {1}.", "{0}, also {1}."]
-WHY = {"no longer needed": ["I no longer need it", "it is not needed any more"], "ordered by mistake": ["I ordered it by mistake", "that one was a mistake"]}
-REASONS = {"plans": ["my plans changed", "I cannot travel that week"], "health": ["I fell ill", "my doctor forbids it"], "weather": ["a storm is coming", "of the bad weather"]}
+WHY = {"no longer needed": ["it is no longer needed", "the reason is no longer needed"], "ordered by mistake": ["it was ordered by mistake", "the reason is ordered by mistake"]}
+REASONS = {"plans": ["my plans changed", "of a change of plans"], "health": ["my health is poor", "of my health"], "weather": ["the weather is bad", "of the weather"]}
 
 # %% ../../nbs/targets/01_desk.ipynb #5bca30f8
 class Desk:
@@ -81,7 +81,7 @@ class RetailDesk(Desk, Retail):
         "One operation with its wording."
         cancel = rng.random() < .5 and kind != "question"
         right, wrong = ("pending", ["delivered", "processed"]) if cancel else ("delivered", ["pending", "processed"])
-        order = make_order(rng, user, right if allowed else rng.choice(wrong), rng.choice([1, 1, 2]))
+        order = make_order(rng, user, right if allowed else rng.choice(wrong))
         self._add(user, order); id = order["order_id"]
         if kind == "question": return _status_question(order), rng.choice([f"tell me the status of order {id}", f"look up whether {id} was shipped"])
         if not cancel: return self._return_order(order), rng.choice([f"return everything in order {id}", f"take back all of {id}"])

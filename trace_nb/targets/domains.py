@@ -78,7 +78,7 @@ def make_reservation(rng, user, cabin="economy", insurance="no", created="2024-0
     f, day = rng.choice(FLIGHTS), f"2024-05-{rng.randrange(17, 30)}"
     flight = {"flight_number": f["flight_number"], "origin": f["origin"], "destination": f["destination"], "date": day, "price": f["price"]}
     passenger = {**user["name"], "dob": user["dob"]}
-    return {"reservation_id": rng.choice("CEFHKMQRTVXZ") + rng.choice("CEFHKMQRTVXZ") + _digits(rng, 4), "user_id": user["user_id"], "origin": f["origin"], "destination": f["destination"],
+    return {"reservation_id": "ZR" + _digits(rng, 4), "user_id": user["user_id"], "origin": f["origin"], "destination": f["destination"],
             "flight_type": "one_way", "cabin": cabin, "flights": [flight], "passengers": [passenger],
             "payment_history": [{"payment_id": rng.choice(list(user["payment_methods"])), "amount": f["price"]}],
             "created_at": f"{created}T{rng.randrange(16, 24) if created.endswith('14') else rng.randrange(0, 15):02}:{rng.randrange(10, 60)}:{rng.randrange(10, 60)}",
@@ -402,7 +402,9 @@ Airline._cancel_reservation, Airline._set_bags = _cancel_reservation, _set_bags
 Airline._identify = lambda self: []      # the user states the user id in the request
 
 # %% ../../nbs/targets/00_domains.ipynb #ec687084
-LEFT_OUT = ("orders of more than two items, reservations of more than one segment or passenger",
+LEFT_OUT = ("reservation ids with free letters: here they all begin with ZR, as order ids begin with #W",
+    "reasons in the user's own words: here the request names the reason as the policy does",
+    "orders of more than one item, reservations of more than one segment or passenger",
     "products and variants: exchange, item changes, product look-ups; address and payment changes",
     "flights, booking, flight and cabin changes, passengers, certificates, paid bags, the calculator",
     "the explicit yes before each write: the scripted user confirms in the request",

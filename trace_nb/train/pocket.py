@@ -196,7 +196,7 @@ def key_row(tokenizer, rng) -> Row:
     "Six JSON keys with ids, then the same in another order; what follows the first token of an id counts."
     digits = lambda n: "".join(rng.choices("0123456789", k=n))
     make = [lambda: 'order_id": "#W' + digits(7), lambda: 'item_id": "' + digits(10), lambda: 'id": "credit_card_' + digits(7), lambda: 'id": "paypal_' + digits(7),
-            lambda: 'reservation_id": "' + rng.choice("CEFHKMQRTVXZ") + rng.choice("CEFHKMQRTVXZ") + digits(4), lambda: 'user_id": "mia_li_' + digits(4)]
+            lambda: 'reservation_id": "ZR' + digits(4), lambda: 'user_id": "mia_li_' + digits(4)]
     keys = [rng.choice(make)() for _ in range(6)]; row = Row("key")
     first, second = ('{"' + '", "'.join(k) + '"}\n' for k in (keys, rng.sample(keys, len(keys))))
     add_text(row, tokenizer, first, 0., set())
@@ -223,7 +223,7 @@ def recall_row(tokenizer, seed) -> Row:
 class Recipe:
     "Everything that decides the weights."
     recalls: int = 12            # a step from the second round on
-    rounds: tuple = ((1300, 1.), (650, 1.), (500, .5))   # steps and peak rate of each round, which begins with fresh optimisers
+    rounds: tuple = ((1300, 1.), (650, 1.), (420, .5))   # steps and peak rate of each round, which begins with fresh optimisers
     list_steps: int = 300        # steps with copying rows only
     demonstrations: int = 16     # a step
     layers: int = 4
