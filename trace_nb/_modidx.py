@@ -616,6 +616,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'trace_nb.pipeline.routed_agent': ('pipeline.html#routed_agent', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.run_loop': ('pipeline.html#run_loop', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.run_model': ('pipeline.html#run_model', 'trace_nb/pipeline.py'),
+                                   'trace_nb.pipeline.save_figures': ('pipeline.html#save_figures', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.say': ('pipeline.html#say', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.spend': ('pipeline.html#spend', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.stage': ('pipeline.html#stage', 'trace_nb/pipeline.py'),

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'Parameters', 'Run', 'peak_memory', 'only_one', 'stage', 'say', 'spend', 'play_tasks',
            'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'stage_synthesize', 'halves', 'stage_train',
-           'stage_gate', 'stage_adapt', 'stage_evaluate', 'stage_report', 'write_result', 'check_parameters',
-           'run_loop', 'summary', 'evaluate_policy', 'accepted_adapters', 'run_model', 'route_request', 'routed_agent',
-           'train_alone']
+           'stage_gate', 'stage_adapt', 'stage_evaluate', 'stage_report', 'save_figures', 'write_result',
+           'check_parameters', 'run_loop', 'summary', 'evaluate_policy', 'accepted_adapters', 'run_model',
+           'route_request', 'routed_agent', 'train_alone']
 
 # %% ../nbs/00_pipeline.ipynb #ef51d75d
 import fcntl, hashlib, json, os, platform, resource, shutil, sys, time
@@ -265,16 +265,33 @@ def stage_report(run, adapters, routing):
     write_json(routing_record(routing["method"], chosen, own, letters={k: routing[k] for k in ("accuracy", "chance", "label_mass", "note")}), run.path("routing.json"))
     rows = table_rows(results_table(frame[~((frame.method == "base") & (frame.split == "train"))])) + table_rows(results_table(frame[frame.split == "train"]))
     write_result(run, rows)
+    save_figures(run, rows)
     return True
 
 # %% ../nbs/00_pipeline.ipynb #134eef31
+def save_figures(run, rows):
+    "figures/methods.svg and figures/coverage_gap.svg of a run."
+    import matplotlib
+    matplotlib.use("Agg")
+    import pandas as pd
+    from matplotlib import pyplot as plt
+    from trace_nb.diagnose.selection import plot_coverage_gap
+    from trace_nb.evaluate.figures import plot_methods
+    test = pd.DataFrame([r for r in rows if r["split"] == "test" and r["target"] == run.parameters.target])
+    draw = {"methods": lambda ax: plot_methods(test, ax=ax), "coverage_gap": lambda ax: plot_coverage_gap(read_json(run.path("capabilities.json"))["capabilities"], ax=ax)}
+    run.path("figures").mkdir(parents=True, exist_ok=True)
+    for name, plot in draw.items():
+        figure, ax = plt.subplots(figsize=(6.5, 3.25), layout="constrained")
+        plot(ax); figure.savefig(run.path("figures", f"{name}.svg"), metadata={"Date": None}); plt.close(figure)
+
+# %% ../nbs/00_pipeline.ipynb #9fa3137e
 def write_result(run, rows):
     "result.json as DESIGN.md has it."
     stages = run.manifest["stages"]
     write_json({"rows": rows, "seconds": {n: r["seconds"] for n, r in stages.items()}, "peak_memory_bytes": max(run.manifest["memory"]["peak_bytes"], peak_memory()),
                 "budget": run.manifest["budget"], "seed": run.parameters.seed}, run.path("result.json"))
 
-# %% ../nbs/00_pipeline.ipynb #2ce205d5
+# %% ../nbs/00_pipeline.ipynb #3014db89
 def check_parameters(p: Parameters):
     "Everything that can be wrong about the parameters is said before anything is written."
     from trace_nb.core.policy import SCRIPTED, model_path
@@ -284,7 +301,7 @@ def check_parameters(p: Parameters):
     if p.model in SCRIPTED: raise InputError(f"{p.model} is a script and cannot be trained; give `pocket`, a folder or a Hugging Face id")
     model_path(p.model)
 
-# %% ../nbs/00_pipeline.ipynb #3014db89
+# %% ../nbs/00_pipeline.ipynb #4004863c
 def run_loop(folder, parameters: Parameters = Parameters(), log=print) -> dict:
     "The whole TRACE loop in a run folder; returns the content of result.json."
     check_parameters(parameters)
@@ -308,7 +325,7 @@ def run_loop(folder, parameters: Parameters = Parameters(), log=print) -> dict:
         write_report(run.folder)
         return read_json(run.path("result.json"))
 
-# %% ../nbs/00_pipeline.ipynb #4cb4febf
+# %% ../nbs/00_pipeline.ipynb #c6e13527
 def summary(result: dict, split: str = "test") -> str:
     "The result table of a split with times and memory, for a terminal."
     import pandas as pd
@@ -321,7 +338,7 @@ def summary(result: dict, split: str = "test") -> str:
     lines.append(f"total {sum(result['seconds'].values()):.0f} s, peak memory {result['peak_memory_bytes'] / 2**30:.2f} GiB, seed {result['seed']}")
     return "\n".join(lines)
 
-# %% ../nbs/00_pipeline.ipynb #7f794727
+# %% ../nbs/00_pipeline.ipynb #7e4035e5
 def evaluate_policy(target: str, policy: str, split: str = "test", trials: int = 0, seed: int = 0):
     "The evaluation frame of one policy on a target."
     from trace_nb.core.policy import SCRIPTED, load_policy
@@ -336,7 +353,7 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
                            [f"{target}:{t.domain}" for t in tasks], adapters, seed=seed)
     return evaluation_frame(trajectories, name, {t.task_id: t.split for t in tasks}, target)
 
-# %% ../nbs/00_pipeline.ipynb #7e4035e5
+# %% ../nbs/00_pipeline.ipynb #e8241850
 def accepted_adapters(folder) -> dict:
     "Accepted adapters of a run: name -> description."
     cards = [read_json(p) for p in sorted(Path(folder).glob("adapters/*/capability.json"))]
@@ -358,7 +375,7 @@ def _router_of(folder):
     model, tokenizer = load_model(run_model(folder))
     return model, tokenizer, make_router(model, tokenizer, accepted_adapters(folder))
 
-# %% ../nbs/00_pipeline.ipynb #e8241850
+# %% ../nbs/00_pipeline.ipynb #15462ad6
 def route_request(folder, request: str) -> str:
     "The option that a run's router chooses for a request."
     model, tokenizer, router = _router_of(folder)
@@ -372,7 +389,7 @@ def routed_agent(folder, tasks):
     policy = load_policy(run_model(folder), {c: Path(folder)/"adapters"/c for c in accepted_adapters(folder)})
     return policy, [None if c == "base" else c for c in chosen], "routed"
 
-# %% ../nbs/00_pipeline.ipynb #15462ad6
+# %% ../nbs/00_pipeline.ipynb #dd2b44b8
 def train_alone(capability, model, out, steps, groups, group_size, seed, log=print):
     "Train one adapter outside a run; refuses to overwrite."
     from trace_nb.core.policy import load_model
