@@ -26,7 +26,7 @@ def _allowances(rng, kind) -> list[bool]:
 # %% ../../nbs/targets/01_desk.ipynb #406e200e
 GREETINGS = ["Hello, ", "Hi there. ", "Good morning. ", "Hey, ", ""]
 JOINS = ["{0}, and {1}.", "{0}. Then {1}.", "{0}, also {1}."]
-WHY = {"no longer needed": ["it is no longer needed", "the reason is no longer needed"], "ordered by mistake": ["it was ordered by mistake", "the reason is ordered by mistake"]}
+WHY = {"no longer needed": ["it is no longer needed", "the reason is no longer needed"]}
 REASONS = {"plans": ["my plans changed", "of a change of plans"], "health": ["my health is poor", "of my health"], "weather": ["the weather is bad", "of the weather"]}
 
 # %% ../../nbs/targets/01_desk.ipynb #5bca30f8

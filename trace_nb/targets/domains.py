@@ -403,7 +403,7 @@ Airline._identify = lambda self: []      # the user states the user id in the re
 
 # %% ../../nbs/targets/00_domains.ipynb #ec687084
 LEFT_OUT = ("reservation ids with free letters: here they all begin with ZR, as order ids begin with #W",
-    "reasons in the user's own words: here the request names the reason as the policy does",
+    "reasons in the user's own words, and 'ordered by mistake': every order here is cancelled as no longer needed",
     "orders of more than one item, reservations of more than one segment or passenger",
     "products and variants: exchange, item changes, product look-ups; address and payment changes",
     "flights, booking, flight and cabin changes, passengers, certificates, paid bags, the calculator",

@@ -223,7 +223,7 @@ def recall_row(tokenizer, seed) -> Row:
 class Recipe:
     "Everything that decides the weights."
     recalls: int = 12            # a step from the second round on
-    rounds: tuple = ((1300, 1.), (650, 1.), (420, .5))   # steps and peak rate of each round, which begins with fresh optimisers
+    rounds: tuple = ((1300, 1.), (650, 1.), (420, .5), (130, .5))   # steps and peak rate of each round, which begins with fresh optimisers
     list_steps: int = 300        # steps with copying rows only
     demonstrations: int = 16     # a step
     layers: int = 4
