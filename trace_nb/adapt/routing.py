@@ -126,5 +126,8 @@ def make_router(model, tokenizer, capabilities: dict[str, str], # name -> descri
     right = {"letters": letters.argmax(1).tolist(), "channel": channel_scores(model, tokenizer, requests, descriptions).argmax(1).tolist()}
     hits = {k: sum(a == b for a, b in zip(v, truth)) for k, v in right.items()}
     p = binomtest(hits["letters"], len(truth), 1 / len(options), alternative="greater").pvalue
-    note = "" if p < .05 else f"letters are no better than chance ({hits['letters']} of {len(truth)} right, chance {1 / len(options):.2f}, p = {p:.2g}): routing by noisy channel"
-    return Router(options, descriptions, method or ("letters" if p < .05 else "channel"), {k: v / len(truth) for k, v in hits.items()}, 1 / len(options), mass, note)
+    checks = {f"{hits['letters']} of {len(truth)} examples right is no better than chance (p = {p:.2g})": p >= .05,
+              f"only {mass:.1g} of the next-token probability falls on labels": mass < .5}
+    faults = [what for what, failed in checks.items() if failed]
+    note = f"letters cannot be trusted, {'; '.join(faults)}: routing by noisy channel" if faults else ""
+    return Router(options, descriptions, method or ("channel" if faults else "letters"), {k: v / len(truth) for k, v in hits.items()}, 1 / len(options), mass, note)

@@ -122,12 +122,14 @@ def trl_trainer(job: Job, folder):
 # %% ../../nbs/train/02_bench.ipynb #99319840
 def measure_trl(job: Job, seed: int) -> dict:
     "One measurement of TRL's own tool loop."
-    import torch
+    import torch, warnings
     from tempfile import TemporaryDirectory
     with TemporaryDirectory() as scratch: trainer = trl_trainer(job, scratch)
     torch.manual_seed(seed)
     trainer.model.train()
-    trainer._generate_and_score_completions(trl_rows(job))
+    with warnings.catch_warnings():      # TRL uses a name that transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer._generate_and_score_completions(trl_rows(job))
     return _measured(trainer.seconds, trainer.tokens, trainer.environments)
 
 # %% ../../nbs/train/02_bench.ipynb #f576761c
