@@ -60,6 +60,7 @@ def _execute(path, out, parameters):
     import papermill
     from papermill.exceptions import PapermillExecutionError
     partial, failed = out.with_name(f".{out.stem}.part.ipynb"), out.with_name(f"{out.stem}.failed.ipynb")
+    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"     # the kernel inherits it: figures stay in the notebook
     try: papermill.execute_notebook(str(path), str(partial), parameters, kernel_name="python3", language="python", progress_bar=False,
                                         cwd=os.getcwd(), extra_arguments=["--log-level=CRITICAL"])
     except PapermillExecutionError as e:
