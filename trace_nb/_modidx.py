@@ -858,7 +858,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'trace_nb.train.grpo.step_rows': ('train/grpo.html#step_rows', 'trace_nb/train/grpo.py'),
                                      'trace_nb.train.grpo.task_means': ('train/grpo.html#task_means', 'trace_nb/train/grpo.py'),
                                      'trace_nb.train.grpo.token_logps': ('train/grpo.html#token_logps', 'trace_nb/train/grpo.py'),
-                                     'trace_nb.train.grpo.torch_min': ('train/grpo.html#torch_min', 'trace_nb/train/grpo.py'),
                                      'trace_nb.train.grpo.train_adapter': ('train/grpo.html#train_adapter', 'trace_nb/train/grpo.py'),
                                      'trace_nb.train.grpo.trainer_class': ('train/grpo.html#trainer_class', 'trace_nb/train/grpo.py'),
                                      'trace_nb.train.grpo.training_rows': ('train/grpo.html#training_rows', 'trace_nb/train/grpo.py'),

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FIRST_TRAINING_SEED', 'FIRST_HELD_OUT_SEED', 'TARGET_MODULES', 'group_advantages', 'Row', 'distinct_rows',
-           'row_losses', 'torch_min', 'token_logps', 'padded', 'GRPOSettings', 'training_rows', 'trainer_class',
-           'step_rows', 'step_loss', 'with_lora', 'no_checkpointing', 'grpo_config', 'train_adapter', 'save_adapter',
-           'accept', 'task_means']
+           'row_losses', 'token_logps', 'padded', 'GRPOSettings', 'training_rows', 'trainer_class', 'step_rows',
+           'step_loss', 'with_lora', 'no_checkpointing', 'grpo_config', 'train_adapter', 'save_adapter', 'accept',
+           'task_means']
 
 # %% ../../nbs/train/01_grpo.ipynb #461dea0d
 import json, time
@@ -46,13 +46,10 @@ def distinct_rows(conversations, advantages) -> list[Row]:
 # %% ../../nbs/train/01_grpo.ipynb #965513a9
 def row_losses(logps, mask, advantages, clip: float = .2):
     "GRPO's loss of each row (TRACE, section 3.4): logps, mask [rows, tokens], advantages [rows] -> [rows]."
-    ratio = (logps - logps.detach()).exp()
-    gain = torch_min(ratio * advantages[:, None], ratio.clamp(1 - clip, 1 + clip) * advantages[:, None])
-    return -(gain * mask).sum(1) / mask.sum(1).clamp(min=1)
-
-def torch_min(a, b):
     import torch
-    return torch.minimum(a, b)
+    ratio = (logps - logps.detach()).exp()
+    gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - clip, 1 + clip) * advantages[:, None])
+    return -(gain * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 # %% ../../nbs/train/01_grpo.ipynb #6ebf2d2c
 def token_logps(model, ids, mask, temperature: float = 1.):
