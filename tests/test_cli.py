@@ -56,7 +56,7 @@ def test_import_label_select(tmp_path):
     assert trace_nb("label", tmp_path/"t.jsonl", "--out", tmp_path/"labels").returncode == 0
     done = trace_nb("select", tmp_path/"labels", "--json", tmp_path/"table.json")
     assert done.returncode == 0 and "precondition_verification" in done.stdout
-    assert len(json.loads((tmp_path/"table.json").read_text())["rows"]) == 8
+    assert len(json.loads((tmp_path/"table.json").read_text())["rows"]) == 10
     refused(trace_nb("select", tmp_path/"nowhere"), "nowhere")
 
 

@@ -1,13 +1,13 @@
-"""Diagnosis end to end: a real log, the contracts of the label files, and every way in which input can be bad."""
-import json, lzma, math
-from collections import defaultdict
+"""Diagnosis end to end: a real log, the contracts of the label files, and every way in which they can be bad."""
+import json, math
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trace_nb.core.trajectory import InputError, Trajectory, read_trajectories, write_trajectories
-from trace_nb.diagnose.labeling import CANDIDATES, LABELS, check_run, label, label_file, label_rows, label_runs, read_label_runs, write_labels
+from trace_nb.diagnose.labeling import CANDIDATES, LABELS, check_run, label, label_file, label_rows, label_runs, outcome, read_label_runs, write_labels
 from trace_nb.diagnose.logs import import_log, read_log
 from trace_nb.diagnose.selection import contrastive_gap, coverage, error_rate, select, select_dir, selection_table
 
@@ -66,8 +66,10 @@ def test_real_log_end_to_end(tmp_path):
 
 @needs_log
 def test_real_labels_are_a_partition(real):
+    sides = Counter(map(outcome, real[0]))
+    assert sides["passed"] == 84 and 60 < sides["failed"] < 116   # the rest failed by another's fault than the agent's
     for run in label_runs(real[0], runs=3):
-        assert sum(run["totals"].values()) == 160
+        assert .75 * (200 - sides[None]) < sum(run["totals"].values()) < 200 - sides[None]
         for lists in run["labels"].values():
             for side in ("failed", "passed"):
                 ids = [i for kind in LABELS for i in lists[f"{kind.lower()}_{side}"]]
@@ -112,7 +114,9 @@ def test_same_seed_same_runs_in_any_order(small):
 def test_infrastructure_faults_are_no_failures(small):
     broken = [replace(t, termination="environment_error") for t in small[:4]]
     assert label_runs(broken + small[4:], runs=1, fraction=1)[0]["totals"] == {"total_failed": 8, "total_passed": 8}
-    with pytest.raises(InputError, match="no trajectory has an outcome"): label_runs(broken)
+    with pytest.raises(InputError, match="no trajectory passed or failed by the agent's fault"): label_runs(broken)
+    silent = [replace(t, messages=[*t.messages[:-1], {"role": "assistant", "content": None}]) if not t.success else t for t in small]
+    assert label_runs(silent, runs=1, fraction=1)[0]["totals"] == {"total_failed": 0, "total_passed": 10}
 
 
 def test_labels_round_trip(small, tmp_path):
@@ -216,81 +220,6 @@ def test_select_keeps_an_earlier_result(small, tmp_path):
     assert json.loads(out.read_text())["capabilities"][0]["name"] == "multi_step_task_completion"
 
 
-# --- logs
-
-RECORD = {"task_id": 1, "reward": 1.0, "trial": 0, "info": {}, "traj": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]}
-NAMELESS = RECORD | {"trial": 1, "traj": [{"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {}}]}]}
-PACKED = lzma.compress(json.dumps([RECORD] * 3).encode())
-
-BAD_FILES = {
-    "empty": (b"", "the file is empty"), "blank": (b"\n \n", "the file is empty"),
-    "truncated xz": (PACKED[:-20], "the xz data is broken"), "not UTF-8": (b'["\xff"]', "not UTF-8 text"),
-    "truncated JSON": (json.dumps([RECORD]).encode()[:-9], "was the file cut short"), "no JSON": (b"hello", "not valid JSON"),
-    "an object": (b'{"simulations": [], "tasks": []}', "found an object with the keys simulations, tasks; known formats are"),
-    "a list of numbers": (b"[1, 2]", "found 2 records, the first of them a int; known formats are"), "an empty list": (b"[]", "found an empty list"),
-    "no task": (json.dumps([RECORD, {**RECORD, "task_id": None}]).encode(), "record 2: task_id is None; 1 records read, nothing written"),
-    "bad reward": (json.dumps([RECORD | {"reward": "high"}]).encode(), "record 1: reward is 'high'"),
-    "NaN reward": (json.dumps([RECORD | {"reward": math.nan}]).encode(), "record 1: reward must be a number in"),
-    "bad info": (json.dumps([RECORD | {"info": "{'task': "}]).encode(), "record 1: info is text, but neither JSON nor a Python dict"),
-    "bad role": (json.dumps([RECORD | {"traj": [{"role": "robot"}]}]).encode(), "record 1: message 0 has role 'robot'"),
-    "nameless call": (json.dumps([RECORD, NAMELESS]).encode(), "record 2: message 0 has a tool call without a function name"),
-    "orphan answer": (json.dumps([RECORD | {"traj": [{"role": "tool", "tool_call_id": "c", "content": ""}]}]).encode(), "record 1: message 0 answers the call 'c'"),
-    "repeated id": (json.dumps([RECORD, RECORD]).encode(), "record 2: has the id tau_bench:unknown/1/0, which record 1 has already"),
-    "bad metadata": (json.dumps(conversation(1, 0, True).to_dict() | {"metadata": None}).encode(), "line 1: metadata is of type NoneType, not dict"),
-    "broken line": (json.dumps(conversation(1, 0, True).to_dict()).encode() + b'\n{"id": ', "line 2: not valid JSON"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_log(name, tmp_path):
-    data, part = BAD_FILES[name]
-    log, out = tmp_path/"log", tmp_path/"out.jsonl"
-    log.write_bytes(data); out.write_text("earlier")
-    with pytest.raises(InputError) as e: import_log(log, out)
-    assert part in str(e.value) and str(log) in str(e.value) and "\n" not in str(e.value)
-    assert out.read_text() == "earlier"
-
-
-def test_bad_paths(tmp_path):
-    (tmp_path/"log.json").write_text(json.dumps([RECORD]))
-    with pytest.raises(InputError, match="no such file"): import_log(tmp_path/"nowhere", tmp_path/"out")
-    with pytest.raises(InputError, match="is a folder; name a log"): import_log(tmp_path, tmp_path/"out")
-    with pytest.raises(InputError, match="is a folder; name a file"): import_log(tmp_path/"log.json", tmp_path)
-    with pytest.raises(InputError, match="would overwrite the log"): import_log(tmp_path/"log.json", tmp_path/"log.json")
-    with pytest.raises(InputError, match="not a folder; name another place"): import_log(tmp_path/"log.json", tmp_path/"log.json"/"out")
-    with pytest.raises(InputError, match="unknown analyst 'magic'; known: rules"): label_file(tmp_path/"log.json", tmp_path/"labels", analyst="magic")
-
-
-def test_skip_bad_counts_every_record(tmp_path):
-    log = tmp_path/"log.json"
-    log.write_text(json.dumps([RECORD, NAMELESS, RECORD, 5, RECORD | {"trial": 2, "reward": 0.0}]))
-    text = import_log(log, tmp_path/"out.jsonl", skip_bad=True)
-    assert text.splitlines()[:2] == ["2 trajectories, 1 passed", "3 records left out:"]
-    assert [s["record"] for s in read_log(log, skip_bad=True)[1]["skipped"]] == ["record 2", "record 3", "record 4"]
-    log.write_text(json.dumps([NAMELESS]))
-    with pytest.raises(InputError, match="all 1 records are bad"): import_log(log, tmp_path/"other.jsonl", skip_bad=True)
-
-
-def test_crashed_episodes_have_no_outcome(tmp_path):
-    log = tmp_path/"log.json"
-    log.write_text(json.dumps([RECORD, RECORD | {"trial": 1, "reward": 0.0, "traj": [], "info": {"error": "timeout", "traceback": "..."}}]))
-    assert import_log(log, tmp_path/"out.jsonl").startswith("2 trajectories, 1 passed, 1 without an outcome")
-
-
-def test_almost_one_is_a_success(tmp_path):
-    (tmp_path/"log.json").write_text(json.dumps([RECORD | {"reward": 1 - 1e-7}, RECORD | {"reward": .999, "trial": 1}]))
-    assert [t.success for t in read_log(tmp_path/"log.json")[0]] == [True, False]
-
-
-def test_no_credentials_are_kept(tmp_path):
-    t = conversation(1, 0, True)
-    t = replace(t, metadata=t.metadata | {"agent": {"llm_args": {"api_key": "KEEP-ME-OUT", "seed": 1}}})
-    write_trajectories([t], tmp_path/"log.jsonl")
-    import_log(tmp_path/"log.jsonl", tmp_path/"out.jsonl")
-    assert "KEEP-ME-OUT" not in (tmp_path/"out.jsonl").read_text() and '"seed": 1' in (tmp_path/"out.jsonl").read_text()
-
-
-def test_our_own_files_pass_unchanged(tmp_path, small):
+def test_an_unknown_analyst_is_named(tmp_path, small):
     write_trajectories(small, tmp_path/"log.jsonl")
-    (tmp_path/"log.jsonl.xz").write_bytes(lzma.compress((tmp_path/"log.jsonl").read_bytes()))
-    assert read_log(tmp_path/"log.jsonl")[0] == read_log(tmp_path/"log.jsonl.xz")[0] == small
+    with pytest.raises(InputError, match="unknown analyst 'magic'; known: rules"): label_file(tmp_path/"log.jsonl", tmp_path/"labels", analyst="magic")

@@ -1,11 +1,12 @@
 "The experiment notebooks run headless on what a run left on disk, and refuse what they do not know."
 import json
+from dataclasses import replace
 
 import pytest
 
 from conftest import SKILL
 from test_diagnose import conversation
-from trace_nb.core.trajectory import InputError, write_trajectories
+from trace_nb.core.trajectory import InputError, write_json, write_trajectories
 from trace_nb.evaluate.notebooks import experiments, experiments_folder, run_notebook
 
 
@@ -40,14 +41,17 @@ def test_one_parameters_cell_of_plain_lines_and_no_flags(name):
 
 
 def test_labeling_statistics(tmp_path):
-    run = tmp_path/"run"
+    run, folder = tmp_path/"run", tmp_path/"labels"
     log = [conversation(task, trial, success=bool(task % 2), forgets=not task % 2) for task in range(10, 20) for trial in range(2)]
+    log.append(replace(conversation(20, 0, success=False), termination="user_error"))
     write_trajectories(log, run/"trajectories"/"base_train.jsonl")
-    out = run_notebook("1_labeling_statistics", tmp_path/"out"/"1.ipynb", {"run": str(run), "runs": 4, "required": 3}, progress=None)
+    for number in (1, 2): write_json({"attempt": number, "totals": {"total_failed": 3, "total_passed": 2}, "labels": {"tone": {
+        "lacking_failed": ["a", "b"][:number], "present_failed": ["c"], "na_failed": ["b"][number - 1:], "lacking_passed": [], "present_passed": ["d", "e"], "na_passed": []}}}, folder/f"run_{number}.json")
+    out = run_notebook("1_labeling_statistics", tmp_path/"out"/"1.ipynb", {"logs": str(run), "labels": str(folder), "out": str(tmp_path/"kept"), "runs": 4, "required": 3}, progress=None)
     text = shown(out)
-    assert "20 trajectories of 10 tasks, 10 passed" in text and figures(out) == 2 and quiet(out)
-    assert "multi_step_task_completion, desk:retail/1" in text and "cancel_pending_order(" in text
-    assert [p.name for p in out.parent.iterdir()] == ["1.ipynb"]
+    assert "21 trajectories of 11 tasks, 10 passed" in text and "desk:retail/20/0: the user broke off" in text and figures(out) == 5 and quiet(out)
+    assert "multi_step_task_completion, desk:retail/1" in text and "cancel_pending_order" in json.dumps(cells(out)) and "<mark>" in json.dumps(cells(out)) and "tone" in text
+    assert [p.name for p in out.parent.iterdir()] == ["1.ipynb"] and (tmp_path/"kept"/"run_04.json").exists()
 
 
 def test_environment_sanity_without_a_model(tmp_path):

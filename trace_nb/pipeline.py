@@ -159,7 +159,7 @@ def stage_base(run):
     played = play_tasks(run, load_agent(run), load_tasks(run.parameters.target, "train"), "base", run.scale.train_trials, save="base_train")
     return {"passed": sum(bool(t.success) for t in played), "rollouts": len(played)}
 
-# %% ../nbs/00_pipeline.ipynb #a79f34c7
+# %% ../nbs/00_pipeline.ipynb #938f93ae
 def stage_diagnose(run):
     from trace_nb.diagnose.labeling import label_rows, label_runs, write_labels
     from trace_nb.diagnose.selection import select
@@ -167,7 +167,7 @@ def stage_diagnose(run):
     rows = label_rows(trajectories)
     runs = label_runs(trajectories, run.scale.runs, seed=run.parameters.seed, rows=rows)
     write_labels(runs, rows, run.path("labels"))
-    result = select(runs, required=run.scale.required)
+    result = select(runs, required=run.scale.required, seed=run.parameters.seed)
     write_json(result, run.path("capabilities.json"))
     return [c["name"] for c in result["capabilities"] if c["selected"]]
 

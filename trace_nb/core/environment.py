@@ -10,13 +10,12 @@ __all__ = ['SUCCESS', 'tool_names', 'tool_schemas', 'call_tool', 'Episode', 'fin
 import inspect, json
 from functools import cache
 
-# %% ../../nbs/core/01_environment.ipynb #c088f6a8
+# %% ../../nbs/core/01_environment.ipynb #76138e3b
 def tool_names(environment # class or instance
               ) -> list[str]:
-    "Names of the tools, in the order in which the class (bases first) defines them."
+    "Names of the tools in alphabetical order, as TRL lists them."
     cls = environment if inspect.isclass(environment) else type(environment)
-    defined = dict.fromkeys(n for c in reversed(cls.__mro__) for n in vars(c))
-    return [n for n in defined if not n.startswith("_") and n not in ("reset", "get_reward") and callable(getattr(cls, n))]
+    return [n for n in dir(cls) if not n.startswith("_") and n not in ("reset", "get_reward") and callable(getattr(cls, n))]
 
 # %% ../../nbs/core/01_environment.ipynb #48f0fb90
 @cache

@@ -26,9 +26,9 @@ class MultiStep:
         parts = self._parts()
         return .6 * parts["done"] + .4 * parts["told"]
 
-# %% ../../nbs/synthesize/00_capabilities.ipynb #a39dee84
+# %% ../../nbs/synthesize/00_capabilities.ipynb #e4db96bb
 TWO = ["I need two things done. One: {0}. Two: {1}.", "There are a couple of matters: {0}; {1}.", "Here is my list. {0}. {1}."]
-UNWANTED = {"no longer needed": ["being no longer needed", "since no longer needed"]}
+UNWANTED = {"no longer needed": ["since it is no longer needed", "the goods are no longer needed"]}
 
 # %% ../../nbs/synthesize/00_capabilities.ipynb #350ef7c8
 class MultiStepRetail(MultiStep, Retail):
@@ -65,8 +65,8 @@ class MultiStepAirline(MultiStep, Airline):
             else: self._operations.append(self._set_bags(r, total)); wanted.append(f"booking {id} should have {total} bags")
         return _sign(self, rng, rng.choice(TWO).format(*wanted), user["user_id"], "Which user id do you travel under?")
 
-# %% ../../nbs/synthesize/00_capabilities.ipynb #8ad6ee25
-EXCUSES = {"plans": ["I made other plans", "given new plans"], "health": ["given my health", "my health does not allow it"], "weather": ["given the weather", "the weather does not allow it"]}
+# %% ../../nbs/synthesize/00_capabilities.ipynb #183992a6
+EXCUSES = {"plans": ["given my new plans", "my plans do not allow it"], "health": ["given my health", "my health does not allow it"], "weather": ["given the weather", "the weather does not allow it"]}
 
 def _traveller(rng):
     return {"dob": f"19{rng.randrange(50, 99)}-0{rng.randrange(1, 10)}-1{rng.randrange(10)}", "saved_passengers": [], "membership": "gold"}

@@ -23,13 +23,13 @@ def _allowances(rng, kind) -> list[bool]:
     if kind == "both": return rng.choice([[True, False], [False, True], [False, False]])
     return {"multi": [True, True], "precondition": [False]}.get(kind, [True])
 
-# %% ../../nbs/targets/01_desk.ipynb #406e200e
+# %% ../../nbs/targets/01_desk.ipynb #733ee628
 GREETINGS = ["Hello, ", "Hi there. ", "Good morning. ", "Hey, ", ""]
 JOINS = ["{0}, and {1}.", "{0}. Then {1}.", "{0}, also {1}."]
-WHY = {"no longer needed": ["it is no longer needed", "the reason is no longer needed"]}
-REASONS = {"plans": ["my plans changed", "of a change of plans"], "health": ["my health is poor", "of my health"], "weather": ["the weather is bad", "of the weather"]}
+WHY = {"no longer needed": ["it is no longer needed", "its things are no longer needed"]}
+REASONS = {"plans": ["my plans changed", "I have other plans now"], "health": ["my health is poor", "my health comes first"], "weather": ["the weather is bad", "the weather got worse"]}
 
-# %% ../../nbs/targets/01_desk.ipynb #5bca30f8
+# %% ../../nbs/targets/01_desk.ipynb #49c60a9d
 class Desk:
     "What both halves of desk share: the draw of a task and the verdict."
     capability = "desk"
@@ -46,8 +46,9 @@ class Desk:
         "Greeting, identification (held back from one user in four) and request."
         fact, question = self._identity(user)
         if rng.random() < .25: self._asked, self._withheld = question, f"It is {fact}."
-        introduction = "" if self._asked else rng.choice([f"{self._fact} is {fact}. ", f"you find me under {fact}. "])
-        return rng.choice(GREETINGS) + introduction + "Please " + wanted
+        introduction = "" if self._asked else rng.choice([f"{self._fact} is {fact}. ", f"you can find me under {fact}. "])
+        greeting, text = rng.choice(GREETINGS), introduction + ("Please " if introduction else "please ") + wanted
+        return greeting + (text if greeting.endswith(", ") else text[0].upper() + text[1:])
 
 # %% ../../nbs/targets/01_desk.ipynb #5c835844
 def _gold_db(self):

@@ -7,12 +7,12 @@ __all__ = ['METHODS', 'TARGETS', 'COLUMNS', 'silent_seeds', 'Job', 'play_local',
            'timed_trainer_class', 'trl_rows', 'trl_config', 'with_response_template', 'trl_trainer', 'measure_trl',
            'one_thread', 'make_job', 'bench', 'bench_summary', 'bench_table', 'logp_difference', 'exactness']
 
-# %% ../../nbs/train/02_bench.ipynb #91e6f7e5
+# %% ../../nbs/train/02_bench.ipynb #573f0ac4
 import os, statistics, time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from ..core.environment import Episode, reward_func, tool_names
+from ..core.environment import Episode, reward_func
 from ..core.policy import Conversation, Local, load_model
 from ..core.rollout import derived_seed, play
 from ..synthesize.capabilities import environments
@@ -109,15 +109,12 @@ def with_response_template(tokenizer):
     except ValueError: tokenizer.response_template = qwen3_template      # a chat template that TRL does not know
     return tokenizer
 
-# %% ../../nbs/train/02_bench.ipynb #6402da2d
+# %% ../../nbs/train/02_bench.ipynb #456bf7c8
 def trl_trainer(job: Job, folder):
     "TRL's trainer for the job; `reward_func` hands the last words to the environment and adds nothing."
     from datasets import Dataset
-    name, order = job.environment.__name__, tool_names(job.environment)
-    trainer = timed_trainer_class()(model=job.model, args=trl_config(job, folder), train_dataset=Dataset.from_list(trl_rows(job)), reward_funcs=reward_func,
-                                    processing_class=with_response_template(job.tokenizer), environment_factory={name: job.environment})
-    trainer._env_tools[name].sort(key=lambda tool: order.index(tool.__name__))
-    return trainer
+    return timed_trainer_class()(model=job.model, args=trl_config(job, folder), train_dataset=Dataset.from_list(trl_rows(job)), reward_funcs=reward_func,
+                                    processing_class=with_response_template(job.tokenizer), environment_factory={job.environment.__name__: job.environment})
 
 # %% ../../nbs/train/02_bench.ipynb #99319840
 def measure_trl(job: Job, seed: int) -> dict:

@@ -7,7 +7,7 @@ __all__ = ['LACKING', 'BLIND', 'TEMPLATE', 'SPECIAL', 'CALLS', 'RESPONSE', 'PIEC
            'draw_lacks', 'script', 'demonstrate', 'segments', 'names_pattern', 'whole_values', 'build_tokenizer',
            'described', 'Row', 'add_text', 'demonstration_row', 'described_row', 'list_row', 'key_row', 'recall_row',
            'Recipe', 'build_model', 'rows_of_step', 'microbatches', 'row_loss', 'orthogonalised', 'make_muon',
-           'optimizers', 'learning_rate', 'train_step', 'train', 'save', 'held_out']
+           'optimizers', 'learning_rate', 'train_step', 'train', 'save', 'plain_seeds', 'held_out']
 
 # %% ../../nbs/train/00_pocket.ipynb #19addf15
 import json, random, re, time
@@ -18,14 +18,14 @@ from ..core.trajectory import write_json
 from ..synthesize.capabilities import ENVIRONMENTS, claim
 from ..targets.desk import DESK, NEEDS
 
-# %% ../../nbs/train/00_pocket.ipynb #37046111
-LACKING = {"multi": .55, "blind": .25, "ignore": .5}     # blind and ignore exclude each other: 0.75 lack the check
+# %% ../../nbs/train/00_pocket.ipynb #e2f3762d
+LACKING = {"multi": .5, "blind": .25, "ignore": .5}     # blind and ignore exclude each other: 0.75 lack the check
 
-def draw_lacks(rng) -> set:
-    "What the demonstrator of one episode lacks."
-    u = rng.random()
-    check = {"blind"} if u < LACKING["blind"] else {"ignore"} if u < LACKING["blind"] + LACKING["ignore"] else set()
-    return check | ({"multi"} if rng.random() < LACKING["multi"] else set())
+def draw_lacks(seed: int) -> set:
+    "What the demonstrator of one episode lacks: an even spread over consecutive seeds."
+    check, steps = seed * .7548776662 % 1, seed * .5698402910 % 1
+    lacks = {"blind"} if check < LACKING["blind"] else {"ignore"} if check < LACKING["blind"] + LACKING["ignore"] else set()
+    return lacks | ({"multi"} if steps < LACKING["multi"] else set())
 
 # %% ../../nbs/train/00_pocket.ipynb #928c9362
 BLIND = ("cancel_pending_order", "cancel_reservation")    # all their arguments stand in the request
@@ -163,11 +163,11 @@ def add_text(row, tokenizer, text, weight, seen) -> None:
             if any(s <= a and b <= e for s, e in spans): weights[i] = .5
     row.ids += encoding.ids; row.weights += weights
 
-# %% ../../nbs/train/00_pocket.ipynb #e0d75ea3
+# %% ../../nbs/train/00_pocket.ipynb #8ed6e63c
 def demonstration_row(tokenizer, seed, lacks=None) -> Row:
     "One demonstration as a row."
     rng = random.Random(f"demonstration-{seed}"); cls = rng.choice(WORLDS)
-    episode = demonstrate(cls, seed, draw_lacks(rng) if lacks is None else lacks)
+    episode = demonstrate(cls, seed, draw_lacks(seed) if lacks is None else lacks)
     row, seen = Row(cls.__name__), set()
     for text, spoken in segments(episode.messages, tool_names(cls)): add_text(row, tokenizer, text, float(spoken), seen)
     return row
@@ -218,12 +218,12 @@ def recall_row(tokenizer, seed) -> Row:
         row.ids += encoding.ids; row.weights += [float(any(a < e and b > s for s, e in spans)) for a, b in encoding.offsets]
     return row
 
-# %% ../../nbs/train/00_pocket.ipynb #bbd4786b
+# %% ../../nbs/train/00_pocket.ipynb #6af42b11
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides the weights."
     recalls: int = 12            # a step from the second round on
-    rounds: tuple = ((1300, 1.), (650, 1.), (420, .5), (130, .5))   # steps and peak rate of each round, which begins with fresh optimisers
+    rounds: tuple = ((1300, 1.), (650, 1.), (450, .5))   # steps and peak rate of each round, which begins with fresh optimisers
     list_steps: int = 300        # steps with copying rows only
     demonstrations: int = 16     # a step
     layers: int = 4
@@ -231,7 +231,8 @@ class Recipe:
     vocabulary: int = 2048
     muon: float = .02
     adam: float = .004
-    cool: float = .4             # last share of the steps, over which the learning rate decays
+    cool: float = .5             # last share of the steps of a round, over which the learning rate decays
+    average: float = .98         # decay of the moving average of the weights that a round ends with
     seed: int = 0
 
 # %% ../../nbs/train/00_pocket.ipynb #00a3dbf8
@@ -328,18 +329,22 @@ def train_step(model, optimizers, rows, rate) -> dict:
         optimizer.step(); optimizer.zero_grad(set_to_none=True)
     return {k: sum(v) / len(v) for k, v in by_kind.items()}
 
-# %% ../../nbs/train/00_pocket.ipynb #67ff2888
+# %% ../../nbs/train/00_pocket.ipynb #cbf0a06f
 def train(recipe: Recipe, out, log=print, done: int = 0 # rounds whose result lies in `out` already
          ):
     "Train pocket and save model, tokenizer and recipe under `out` after each round."
     import torch
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
     torch.manual_seed(recipe.seed); start = time.time()
     model, tokenizer = _begin(recipe, out, done)
     for number, (steps, peak) in list(enumerate(recipe.rounds))[done:]:
         both, before = list(zip(optimizers(model, recipe), (recipe.muon, recipe.adam))), sum(n for n, _ in recipe.rounds[:number])
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.average))
         for step in range(steps):
             losses = train_step(model, both, rows_of_step(tokenizer.backend_tokenizer, recipe, before + step), peak * learning_rate(recipe, step, steps))
+            average.update_parameters(model)
             if step % 50 == 0: log(f"round {number + 1}, step {step} of {steps}  {(time.time() - start) / 60:.1f} min  " + "  ".join(f"{k} {v:.3f}" for k, v in sorted(losses.items())))
+        model.load_state_dict(average.module.state_dict())
         save(model, tokenizer, recipe, out)
 
 # %% ../../nbs/train/00_pocket.ipynb #e6214540
@@ -360,8 +365,14 @@ def save(model, tokenizer, recipe, out):
     model.save_pretrained(out); tokenizer.save_pretrained(out)
     write_json(asdict(recipe), Path(out)/"recipe.json")
 
-# %% ../../nbs/train/00_pocket.ipynb #89e913f8
-def held_out(model: str, n: int = 96, trials: int = 2) -> str:
+# %% ../../nbs/train/00_pocket.ipynb #2c3d057b
+def plain_seeds(cls, seeds) -> list:
+    "The seeds whose task needs none of what the demonstrators lack."
+    def kind(seed): env = cls(); env.reset(seed=seed); return env._kind
+    return [s for s in seeds if kind(s) in ("plain", "question")]
+
+# %% ../../nbs/train/00_pocket.ipynb #0a52e239
+def held_out(model: str, n: int = 240, trials: int = 2) -> str:
     "Success of a model on held-out seeds of the environments and on desk's train tasks, as text."
     from trace_nb.core.policy import load_policy
     from trace_nb.core.rollout import rollout
@@ -372,6 +383,7 @@ def held_out(model: str, n: int = 96, trials: int = 2) -> str:
         for half, allowed in (("act", 1.), ("refuse", 0.)): played[f"{name}, {half}"] = [x for x in t if x.parts.get("allowed") == allowed]
     desk = rollout(policy, [t.environment for t in tasks], [t.seed for t in tasks], trials, [t.task_id for t in tasks])
     needs = {t.task_id: t.needs for t in tasks}
+    for name, cls in DESK.items(): played[f"{name}, nothing lacking is needed"] = rollout(policy, cls, plain_seeds(cls, range(6_000_000, 6_000_000 + 6 * n)))
     for need in sorted(set(needs.values()), key=len): played[f"desk: {', '.join(need)}"] = [x for x in desk if needs[x.task_id] == need]
     played["desk"] = desk
     calls, broken = (sum(x.metadata[k] for x in desk) for k in ("calls", "broken_calls"))
