@@ -118,12 +118,12 @@ def test_giving_up_and_wrong_reminders():
     for seed in range(150):
         env, _ = at(PermissionRecovery, seed); gold = env._oracle()
         if isinstance(gold[1], dict) and env._steps()[0].get("fails"):
-            assert replay(PermissionRecovery, seed, [gold[0], "I am sorry, the service is off."]).reward <= .1 + 1e-9
-            assert replay(PermissionRecovery, seed, [gold[0], gold[-1]]).reward <= .1 + 1e-9
+            assert replay(PermissionRecovery, seed, [gold[0], "I am sorry, the service is off."]).reward <= .05 + 1e-9
+            assert replay(PermissionRecovery, seed, [gold[0], gold[-1]]).reward <= .05 + 1e-9
         env, _ = at(DatetimeReasoning, seed); gold = env._oracle()
         if "reminder_timestamp" in gold[-2]["arguments"]:
             late = call(gold[-2]["name"], **{**gold[-2]["arguments"], "reminder_timestamp": gold[-2]["arguments"]["reminder_timestamp"] + 86400})
-            assert replay(DatetimeReasoning, seed, [*gold[:-2], late, gold[-1]]).reward <= .2 + 1e-9
+            assert replay(DatetimeReasoning, seed, [*gold[:-2], late, gold[-1]]).reward <= .15 + 1e-9
 
 
 @pytest.mark.parametrize("cls", CLASSES[1:], ids=lambda c: c.__name__)
@@ -132,7 +132,7 @@ def test_training_environments(cls):
     assert len(rewards) >= 3 and all(0 <= r <= 1 for r in rewards)
     for difficulty in (0, .3, .5, 1):
         assert all(replay(cls, s, difficulty=difficulty).reward > 1 - 1e-9 for s in range(60)), difficulty
-    assert len({at(cls, s)[1] for s in range(200)}) >= 190
+    assert len({at(cls, s)[1] for s in range(200)}) >= 180
     assert cls._oracle is not None and contract_faults(cls) == []
 
 
@@ -149,7 +149,7 @@ def test_twins_need_opposite_deeds():
         (env, request), (twin, same) = at(PermissionRecovery, seed), at(PermissionRecovery, seed, **row)
         assert request == same and env._blocked != twin._blocked
         assert replay(PermissionRecovery, seed, **row).reward > 1 - 1e-9
-        assert replay(PermissionRecovery, seed, env._oracle(), **row).reward <= .2 + 1e-9 and replay(PermissionRecovery, seed, twin._oracle()).reward <= .2 + 1e-9
+        assert replay(PermissionRecovery, seed, env._oracle(), **row).reward <= .15 + 1e-9 and replay(PermissionRecovery, seed, twin._oracle()).reward <= .15 + 1e-9
 
 
 CANONICAL = """

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['TERMINATIONS', 'InputError', 'Trajectory', 'trajectory_id', 'trajectory_from', 'Call', 'calls', 'writable', 'writing',
            'write_json', 'read_json', 'write_trajectories', 'iter_trajectories', 'read_trajectories', 'data_folder',
-           'show_messages']
+           'only_one', 'show_messages']
 
-# %% ../../nbs/core/00_trajectory.ipynb #ea6828c2
-import json, os, tempfile
+# %% ../../nbs/core/00_trajectory.ipynb #1272409b
+import fcntl, json, os, tempfile
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -183,6 +184,16 @@ def data_folder() -> Path:
     import trace_nb
     package = Path(trace_nb.__file__).resolve().parent
     return package.parent/"data" if (package.parent/"data"/"desk").is_dir() else package/"data"
+
+# %% ../../nbs/core/00_trajectory.ipynb #e8e27c92
+@contextmanager
+def only_one(folder):
+    "Hold the folder for one process; a second one gets an `InputError`."
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(Path(folder)/".lock", "w") as lock:
+        try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError: raise InputError(f"{folder} is in use by another run; wait for it or choose another --out") from None
+        yield
 
 # %% ../../nbs/core/00_trajectory.ipynb #7afd6fd6
 def show_messages(trajectory: Trajectory) -> str:

@@ -6,13 +6,13 @@
 __all__ = ['RUN_FILE', 'SIDES', 'ANALYSTS', 'outcome', 'label_rows', 'sampled_tasks', 'label_runs', 'write_labels', 'check_run',
            'read_label_runs', 'label_file']
 
-# %% ../../nbs/diagnose/04_labeling.ipynb #c81e3e7c
+# %% ../../nbs/diagnose/04_labeling.ipynb #a0852b0c
 import json, random, re
 from sys import intern
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from ..core.trajectory import InputError, Trajectory, read_json, write_json, writing
+from ..core.trajectory import InputError, Trajectory, only_one, read_json, write_json, writing
 from .faults import attribution
 from .logs import read_log
 from .rules import *   # labels, candidates and the rule analyst
@@ -56,14 +56,16 @@ def _run(number, judged, tasks, by_capability):
     return {"run": number, "totals": {f"total_{side}": len(found) for side, found in ids.items()},
             "labels": {capability: lists(labels) for capability, labels in by_capability.items()}}
 
-# %% ../../nbs/diagnose/04_labeling.ipynb #63d13b70
+# %% ../../nbs/diagnose/04_labeling.ipynb #07b9e6cf
 RUN_FILE = re.compile(r"run_\d+\.json")
 
 def write_labels(runs: list, rows: list, folder, # made when missing
                  **facts # for the manifest
                 ) -> None:
     "Write `run_NN.json`, `labels.jsonl` and `manifest.json`; until all are there the manifest says `incomplete`."
-    folder = Path(folder)
+    with only_one(folder): _write_all(runs, rows, Path(folder), facts)
+
+def _write_all(runs, rows, folder, facts):
     names = [f"run_{run['run']:02}.json" for run in runs]
     write_json({"incomplete": True, "files": names}, folder/"manifest.json")
     for name, run in zip(names, runs): write_json(run, folder/name)

@@ -482,7 +482,7 @@ def _legend(result):
             f"evidence: confirmed where the interval lies above 0; insufficient below {least['failed']} relevant failures or {least['passed']} relevant successes",
             *([f"agreement: {result['agreement']}"] if result["agreement"] else [])]
 
-# %% ../../nbs/diagnose/06_selection.ipynb #c6beea5a
+# %% ../../nbs/diagnose/06_selection.ipynb #7ccb13bd
 def plot_coverage_gap(capabilities, # entries of `select`
                       rho=.10, delta=.20, ax=None):
     "Coverage of failures against contrastive gap; filled marks are selected (TRACE, capability selection)."
@@ -493,7 +493,7 @@ def plot_coverage_gap(capabilities, # entries of `select`
     _thresholds(ax, rho, delta)
     _names(ax, shown)
     hidden = [c["name"].replace("_", " ") for c in capabilities if c not in shown]
-    note = f"\nundefined, not drawn: {', '.join(hidden)}" if hidden else ""
+    note = "\n" + textwrap.fill(f"undefined, not drawn: {', '.join(hidden)}", 60) if hidden else ""
     ax.set(xlabel="coverage (share of failures that lack it)" + note, ylabel="contrastive gap (ER⁻ − ER⁺)")
     return ax
 
@@ -519,20 +519,19 @@ def _thresholds(ax, rho, delta):
     beside(f"ρ = {rho:.2f}", (rho, 1), ("data", "axes fraction"), (2, -2), va="top")
     beside(f"δ = {delta:.2f}", (1, delta), ("axes fraction", "data"), (-2, 2), ha="right")
 
-# %% ../../nbs/diagnose/06_selection.ipynb #9b4e1213
+# %% ../../nbs/diagnose/06_selection.ipynb #6b0238c8
 def _names(ax, shown):
-    "Direct labels with a white edge, placed from top to bottom."
-    from matplotlib.patheffects import withStroke
+    "Direct labels on a pale ground, placed from top to bottom."
     from matplotlib.transforms import Bbox
     ax.margins(x=.25, y=.12)
     ax.figure.canvas.draw()
     marks = ax.transData.transform([(c["mean_coverage"], c["mean_gap"]) for c in shown]).reshape(-1, 2)
-    reach, edge = ax.figure.dpi / 18, [withStroke(linewidth=2.5, foreground="white")]     # four points
+    reach, ground = ax.figure.dpi / 18, {"facecolor": "white", "edgecolor": "none", "alpha": .8, "pad": .5}     # reach: four points
     taken = [Bbox([mark - reach, mark + reach]) for mark in marks]
     for c in sorted(shown, key=lambda c: -c["mean_gap"]):
         right = c["mean_coverage"] > sum(ax.get_xlim()) / 2
         text = ax.annotate(c["name"].replace("_", " "), (c["mean_coverage"], c["mean_gap"]), xytext=(-5 if right else 5, 4), textcoords="offset points",
-                           ha="right" if right else "left", va="bottom", fontsize="small", zorder=4, path_effects=edge)
+                           ha="right" if right else "left", va="bottom", fontsize="small", zorder=4, bbox=ground)
         _make_room(text, taken)
         taken.append(text.get_window_extent())
 

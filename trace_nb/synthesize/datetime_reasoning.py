@@ -100,10 +100,10 @@ def _parts(self) -> dict:
     right = float(all(mark == 1 for mark in deeds)) if deeds else reckoned * words
     return {"looked": reckoned if looked is None else looked, "reckoned": reckoned, "right": right, "told": right * words, "harm": float(self._harm())}
 
-# %% ../../nbs/synthesize/06_datetime.ipynb #c98849fc
+# %% ../../nbs/synthesize/06_datetime.ipynb #867641a6
 def get_reward(self) -> float:
-    "0.1 looked + 0.1 reckoned + 0.5 right + 0.3 told; nothing after harm."
+    "0.1 looked + 0.05 reckoned + 0.55 right + 0.3 told; nothing after harm."
     parts = self._parts()
-    return 0.0 if parts["harm"] else .1 * parts["looked"] + .1 * parts["reckoned"] + .5 * parts["right"] + .3 * parts["told"]
+    return 0.0 if parts["harm"] else .1 * parts["looked"] + .05 * parts["reckoned"] + .55 * parts["right"] + .3 * parts["told"]
 
 DatetimeReasoning._parts, DatetimeReasoning.get_reward = _parts, get_reward

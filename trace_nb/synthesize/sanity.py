@@ -16,7 +16,7 @@ __all__ = ['THRESHOLDS', 'LEAST', 'LIBRARIES', 'KINDS', 'LOOKS', 'TRANSFERS', 'O
            'malformed_calls', 'costs', 'bounds', 'frame', 'base_success', 'training_signal', 'truncation', 'run_check',
            'checks', 'check_environment', 'failed', 'check_table', 'plot_checks', 'load_class', 'check']
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #197e3a0f
+# %% ../../nbs/synthesize/01_sanity.ipynb #d2119ae7
 import ast, datetime, functools, importlib, importlib.util, inspect, itertools, json, math, os, random, re
 import signal, subprocess, sys, sysconfig, textwrap, threading, time, traceback
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from pathlib import Path
 from ..core.environment import SUCCESS, Episode, as_message, call_tool, contract_faults, tool_names, tool_schemas
 from ..core.statistics import cluster_interval
 from ..core.trajectory import InputError, writable, write_json
-from ..targets.interface import declared_type, interface, interface_fidelity
+from ..targets.interface import _is_error as is_target_error, declared_type, interface, interface_fidelity
 from .capabilities import ENVIRONMENTS, environments
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #006e142b
@@ -458,12 +458,13 @@ def unrepaired(episode) -> list[dict]:
     made = [(c["function"], texts.get(c["id"], "")) for m in episode.messages for c in m.get("tool_calls") or []]
     return [{**f, "text": text} for i, (f, text) in enumerate(made) if _is_error(text) and not any(f == g and not _is_error(t) for g, t in made[i + 1:])]
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #03946054
+# %% ../../nbs/synthesize/01_sanity.ipynb #314359d2
 def needless_errors(environment_class, seed: int, steps: list) -> list[dict]:
-    "Calls of the gold that err although it earns as much without them."
-    episode = play(environment_class, seed, steps)
+    "Calls of the gold that err although it earns as much without them, or in words that the target does not have."
+    episode, target = play(environment_class, seed, steps), _target_tools(environment_class.domain)
+    said = lambda failed: is_target_error(failed["text"], target.get(failed["name"], {"errors": []})["errors"])
     without = lambda failed: [s for s in steps if isinstance(s, str) or (s["name"], dict(s["arguments"])) != (failed["name"], failed["arguments"])]
-    return [f for f in unrepaired(episode) if reward(play(environment_class, seed, without(f))) >= reward(episode)]
+    return [f for f in unrepaired(episode) if not said(f) or reward(play(environment_class, seed, without(f))) >= reward(episode)]
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #befa00ba
 def _call_place(environment_class, seed, failed) -> str:
@@ -594,7 +595,7 @@ def _argument_probe(environment_class, seeds) -> tuple[dict, list]:
     scores = {"wrong_argument": _mean(alone)} if alone else {}
     return scores, [f"{name} may be wrong and the reward is still full (seed {seed})" for name, seed in holes.items()]
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #fa1d11d6
+# %% ../../nbs/synthesize/01_sanity.ipynb #0275a8bc
 def adversarial_floor(environment_class, seeds) -> tuple:
     "Highest mean reward of the hacks."
     seeds = list(seeds)[:50]
@@ -603,7 +604,7 @@ def adversarial_floor(environment_class, seeds) -> tuple:
     said = [reward(play(environment_class, s, [w for w in gold(environment_class, s) if isinstance(w, str)])) for s in seeds]
     scores["words_of_the_gold"] = _mean(said)
     ranked = sorted(scores, key=lambda n: -scores[n])
-    high = [f"{n} earns {scores[n]:.2f}" for n in ranked if scores[n] > THRESHOLDS["adversarial_floor"]]
+    high = [f"{n} earns {scores[n]:.2f}" for n in ranked if not meets("adversarial_floor", scores[n])]
     return scores[ranked[0]], high + holes, f"{len(seeds)} seeds: " + ", ".join(f"{n} {scores[n]:.2f}" for n in ranked)
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #6c9e7718
@@ -809,11 +810,11 @@ def _rollouts(environment_class, policy, seeds, group_size, seed):
     policy = load_policy(policy) if isinstance(policy, str) else policy
     return functools.cache(lambda: rollout(policy, environment_class, seeds, group_size=group_size, seed=seed))
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #f0f8e745
+# %% ../../nbs/synthesize/01_sanity.ipynb #b8e8c26b
 def check_environment(environment, # a class, a name, or file.py:Class, whose code runs in a process of its own
                       policy=None, # a policy or its name, for the last three checks
                       seeds=range(200), # the tasks; costly checks take the first 20 or 50
-                      tasks: int = 32, # seeds that the policy plays
+                      tasks: int = 64, # seeds that the policy plays
                       group_size: int = 4, # how often it plays each
                       seed: int = 0, # of the policy's sampling
                       seconds: float = 60 # most wall time of a check without a policy

@@ -25,7 +25,7 @@ def _cure(step) -> str:
     if SETS[step["name"]] == "low_battery_mode": return "Low battery mode blocks it. Turn that off."
     return f"{SETTINGS[SETS[step['name']]].capitalize()} is off. Turn it on."
 
-# %% ../../nbs/train/03_phone_demonstrations.ipynb #deb96126
+# %% ../../nbs/train/03_phone_demonstrations.ipynb #862243bf
 def _hour(step, when) -> str:
     "The thought of putting a time of day on a date."
     return f"{re.split(', | at ', when.words)[-1]} is hour {step['arguments']['hour']}." if when else "Put the date together."
@@ -34,17 +34,21 @@ def _shift(step, when) -> str:
     "The thought of going on from a time."
     (unit, n), weekday = when.shift, next((day for day in WEEKDAYS if day in when.words), None)
     if weekday: return f"Today is {moment(when.start).isoweekday()}, {weekday} is {WEEKDAYS.index(weekday) + 1}: {n} days."
-    return f"{re.split(', | at ', when.words.removeprefix('at '))[0].capitalize()}: {n} {unit if n > 1 else unit[:-1]}."
+    said = re.split(", | at ", when.words.removeprefix("at "))[0]
+    return f"{said[0].upper()}{said[1:]}: {n} {unit if n > 1 else unit[:-1]}."
 
-# %% ../../nbs/train/03_phone_demonstrations.ipynb #52027add
+# %% ../../nbs/train/03_phone_demonstrations.ipynb #3d3e9af8
 def _thought(env, step, before: list, # the steps so far
              when: When | None) -> str:
     "Why a call is made."
     name, last = step["name"], before[-1] if before else None
     if isinstance(last, dict) and "fails" in last: return _cure(step)
-    if any("fails" in s and s["name"] == name for s in before if isinstance(s, dict)): return "Now it can be turned on." if name in SETS else "Try again."
-    if name in SETS: return "Turn it on."
-    if name == "remove_contact": return f"The {env._before['contact'][step['arguments']['person_id']]['relationship']} is {step['arguments']['person_id']}."
+    again = any("fails" in s and s["name"] == name for s in before if isinstance(s, dict))
+    if name in SETS: return "Now it can be turned on." if again else "Turn it on."
+    if again: return "Try again."
+    if name == "remove_contact":
+        person = step["arguments"]["person_id"]
+        return f"The {env._before['contact'][person]['relationship']} is {person}."
     if name in THOUGHTS: return THOUGHTS[name].format(next(iter(step["arguments"].values()), ""))
     return (_hour if name == "datetime_info_to_timestamp" else _shift)(step, when)
 
@@ -59,19 +63,17 @@ def _excuse(failed) -> str:
     if failed["name"] in SERVICE: return f"I am sorry, that did not work: {SETTINGS[SERVICE[failed['name']]]} is off."
     return f"I am sorry, {SETTINGS[SETS[failed['name']]]} cannot be turned on in low battery mode."
 
-# %% ../../nbs/train/03_phone_demonstrations.ipynb #a80e5b6c
+# %% ../../nbs/train/03_phone_demonstrations.ipynb #b56d1ae5
 def _misreckoned(env, errand):
     "The errand with a wrong time."
     wrong = random.Random(f"misreckoned-{type(env).__name__}-{env._seed}")
     if errand.act and errand.act["name"] == "timestamp_diff":
-        return replace(errand, act=None, said=errand.said.replace(str(_days(errand)), str(_days(errand) + wrong.choice([-2, -1, 1, 2]))))
+        days = int(errand.act["arguments"]["timestamp_1"] - errand.act["arguments"]["timestamp_0"]) // 86400
+        return replace(errand, act=None, said=errand.said.replace(str(days), str(wrong.choice([n for n in range(days - 2, days + 3) if n > 0 and n != days]))))
     if errand.when is None: return errand
     if wrong.random() < .5: return replace(errand, when=replace(errand.when, start=env._now, clock=(), shift=(), now=True))
     unit, n = errand.when.shift
     return replace(errand, when=replace(errand.when, shift=(unit, n + 1 if n == 1 else n + wrong.choice([-1, 1]))))
-
-# %% ../../nbs/train/03_phone_demonstrations.ipynb #9f8a201e
-def _days(errand): return int(errand.act["arguments"]["timestamp_1"] - errand.act["arguments"]["timestamp_0"]) // 86400
 
 # %% ../../nbs/train/03_phone_demonstrations.ipynb #4a109327
 def script(env, lacks: set) -> list:
@@ -89,14 +91,14 @@ def demonstrate(cls, seed: int, lacks: set, **row) -> Episode:
     for i, step in enumerate(script(episode.environment, lacks)): episode.step(as_message(step, i))
     return episode
 
-# %% ../../nbs/train/03_phone_demonstrations.ipynb #d01a9021
+# %% ../../nbs/train/03_phone_demonstrations.ipynb #43d3dd39
 LACKING = {"permission": .8, "datetime": .8}
 
 def draw_lacks(seed: int) -> set:
     "What the demonstrator of one episode lacks: an even spread over consecutive seeds."
     return {lack for (lack, share), step in zip(LACKING.items(), (.7548776662, .5698402910)) if seed * step % 1 < share}
 
-# %% ../../nbs/train/03_phone_demonstrations.ipynb #f990e10d
+# %% ../../nbs/train/03_phone_demonstrations.ipynb #525b5b27
 PIECES = r"\+1555|\d\d|\d|\b[PMR](?=\d{4})"
 
 def copied_values() -> list[str]:
@@ -104,5 +106,5 @@ def copied_values() -> list[str]:
     from trace_nb.synthesize import datetime_reasoning as d, permission_recovery as r
     from trace_nb.targets import domains, phone as p
     words = {*domains.FIRST, *domains.LAST, *p.RELATIONSHIPS, *p.TEXTS, *p.INBOX, *p.INBOX.values(), *p.TASKS}
-    words |= {*p.UNKNOWN, *p.holidays(2026), *p.WEEKDAYS, *d.CHORES, *r.LINES}
+    words |= {*p.UNKNOWN, *p.holidays(2026), *p.WEEKDAYS, *d.CHORES, *(word for words in r.LINE for word in words)}
     return sorted(words, key=lambda word: (-len(word), word))
