@@ -127,8 +127,8 @@ def test_foreign_tools_score_nothing():
 
 
 def test_faults_are_input_errors():
-    with pytest.raises(InputError, match="airline, retail"): interface("../desk/splits")
-    with pytest.raises(InputError, match="phone"): interface_fidelity(type("Phone", (Foreign,), {"domain": "phone"}))
+    with pytest.raises(InputError, match="airline, phone, retail"): interface("../desk/splits")
+    with pytest.raises(InputError, match="hotel"): interface_fidelity(type("Hotel", (Foreign,), {"domain": "hotel"}))
     with pytest.raises(InputError, match="no tools"): interface_fidelity(type("Empty", (), {"domain": "airline"}))
 
 

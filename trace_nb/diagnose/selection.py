@@ -575,7 +575,7 @@ def _capability_axis(ax, names):
     ax.tick_params(axis="y", length=0)
     return ax
 
-# %% ../../nbs/diagnose/06_selection.ipynb #63fce10c
+# %% ../../nbs/diagnose/06_selection.ipynb #b4759482
 def plot_agreement(df, # entries of `select`, a list or a frame
                    ax=None):
     "Krippendorff's alpha of every capability; no bar where it is undefined."
@@ -586,7 +586,7 @@ def plot_agreement(df, # entries of `select`, a list or a frame
     for y in np.flatnonzero(df[["alpha", "alpha_lacking"]].isna().all(axis=1)): ax.annotate("undefined", (.01, y), va="center", **FAINT)
     _limit(ax, LEAST_AGREEMENT, f"{LEAST_AGREEMENT:.2f}")
     ax.set(xlabel="Krippendorff's alpha between runs", xlim=(min(0, ax.get_xlim()[0]), 1))
-    ax.legend(loc="upper left", bbox_to_anchor=(0, -.16), ncols=2, frameon=False, fontsize="small")
+    ax.legend(loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=4.5, ncols=2, frameon=False, fontsize="small")
     return _capability_axis(ax, df.name)
 
 # %% ../../nbs/diagnose/06_selection.ipynb #0b21a44a

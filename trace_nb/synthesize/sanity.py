@@ -16,14 +16,14 @@ __all__ = ['THRESHOLDS', 'LEAST', 'LIBRARIES', 'KINDS', 'LOOKS', 'TRANSFERS', 'O
            'malformed_calls', 'costs', 'bounds', 'frame', 'base_success', 'training_signal', 'truncation', 'run_check',
            'checks', 'check_environment', 'failed', 'check_table', 'plot_checks', 'load_class', 'check']
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #d2119ae7
+# %% ../../nbs/synthesize/01_sanity.ipynb #9dea6893
 import ast, datetime, functools, importlib, importlib.util, inspect, itertools, json, math, os, random, re
 import signal, subprocess, sys, sysconfig, textwrap, threading, time, traceback
 from contextlib import contextmanager
 from pathlib import Path
 from ..core.environment import SUCCESS, Episode, as_message, call_tool, contract_faults, tool_names, tool_schemas
 from ..core.statistics import cluster_interval
-from ..core.trajectory import InputError, writable, write_json
+from ..core.trajectory import InputError, is_error, writable, write_json
 from ..targets.interface import _is_error as is_target_error, declared_type, interface, interface_fidelity
 from .capabilities import ENVIRONMENTS, environments
 
@@ -112,11 +112,11 @@ def _collect(value, found, key=""):
     elif isinstance(value, list):
         for child in value: _collect(child, found, key)
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #38a6686a
+# %% ../../nbs/synthesize/01_sanity.ipynb #a502c0ac
 def _found_values(self) -> dict:
     "Every value that a tool has returned, by its key."
     for message in self.messages[self.read:]:
-        if message["role"] != "tool" or _is_error(message["content"]): continue
+        if message["role"] != "tool" or is_error(message["content"]): continue
         _collect(_read(message["content"]), self._found)
     self.read = len(self.messages)
     return self._found
@@ -127,8 +127,6 @@ def _read(text):
         try: return read(text)
         except (ValueError, SyntaxError): pass
     return text
-
-def _is_error(text): return bool(re.match(r"[\w.]*Error\b", text))
 
 View.found = _found_values
 
@@ -451,12 +449,12 @@ def seed_diversity(environment_class, seeds) -> tuple:
     if near > MOST_DUPLICATES: faults.append(f"{near:.0%} near duplicates, at most {MOST_DUPLICATES:.0%} are wanted")
     return len(set(texts)) / len(texts), faults, f"{len(texts)} seeds, {skeletons} gold skeletons, {near:.0%} near duplicates"
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #e2a2ce1d
+# %% ../../nbs/synthesize/01_sanity.ipynb #1b81c8e1
 def unrepaired(episode) -> list[dict]:
     "Calls that were answered by an error and never repeated with success: name, arguments, text."
     texts = {m["tool_call_id"]: m["content"] for m in episode.messages if m["role"] == "tool"}
     made = [(c["function"], texts.get(c["id"], "")) for m in episode.messages for c in m.get("tool_calls") or []]
-    return [{**f, "text": text} for i, (f, text) in enumerate(made) if _is_error(text) and not any(f == g and not _is_error(t) for g, t in made[i + 1:])]
+    return [{**f, "text": text} for i, (f, text) in enumerate(made) if is_error(text) and not any(f == g and not is_error(t) for g, t in made[i + 1:])]
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #314359d2
 def needless_errors(environment_class, seed: int, steps: list) -> list[dict]:
@@ -574,13 +572,13 @@ def wrong_arguments(environment_class, seed: int, most: int = 12):
         episode = play(environment_class, seed, [*steps[:i], wrong, *steps[i + 1:]])
         if _made_a_difference(_result(right, i), _result(episode, i)): yield f"{wrong['name']}: {_spelt(path)}", reward(episode), len(places)
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #2d309ea7
+# %% ../../nbs/synthesize/01_sanity.ipynb #dbf7a3b6
 def _result(episode, step):
     "What the call of a step returned."
     return next((m["content"] for m in episode.messages if m["role"] == "tool" and m["tool_call_id"] == f"call_{step}"), "Error: not reached")
 
 def _made_a_difference(right, wrong):
-    return not _is_error(wrong) and (wrong != right or not wrong.startswith(("{", "[")))
+    return not is_error(wrong) and (wrong != right or not wrong.startswith(("{", "[")))
 
 def _spelt(path): return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in path).lstrip(".")
 

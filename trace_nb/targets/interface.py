@@ -6,10 +6,10 @@
 __all__ = ['JSON_TYPES', 'NONSENSE', 'WEIGHTS', 'interface', 'return_paths', 'declared_type', 'declared', 'parameter_overlap',
            'interface_fidelity']
 
-# %% ../../nbs/targets/02_interface.ipynb #238d3b61
-import json, re
+# %% ../../nbs/targets/02_interface.ipynb #c4b1293c
+import ast, json, re
 from ..core.environment import call_tool, tool_names, tool_schemas
-from ..core.trajectory import InputError, data_folder, read_json
+from ..core.trajectory import InputError, data_folder, is_error, read_json
 
 # %% ../../nbs/targets/02_interface.ipynb #454ecaf7
 def interface(domain: str # airline or retail
@@ -88,12 +88,17 @@ def parameter_overlap(given: dict, # parameter -> (type, required)
     union = len(given) + len(wanted) - shared
     return shared / union if union else 1.0
 
-# %% ../../nbs/targets/02_interface.ipynb #05260ed0
-def _parsed(result):
-    "A JSON object or array as such, any other text as it is."
+# %% ../../nbs/targets/02_interface.ipynb #4d2bfdca
+def _parsed(result, environment):
+    "A JSON object or array, or a Python literal where the target's results are such; any other text as it is."
+    if "notation" in interface(environment.domain): return _literal(result)
     try: value = json.loads(result)
     except ValueError: return result
     return value if isinstance(value, (dict, list)) else result
+
+def _literal(result):
+    try: return ast.literal_eval(result)
+    except (ValueError, SyntaxError): return result
 
 def _oracle_results(env):
     "(tool, arguments, result) of each call of the oracle."
@@ -101,12 +106,12 @@ def _oracle_results(env):
         if isinstance(step, str): env._reply(step)
         else: yield step["name"], step["arguments"], call_tool(env, step["name"], step["arguments"])
 
-# %% ../../nbs/targets/02_interface.ipynb #c0be307b
+# %% ../../nbs/targets/02_interface.ipynb #7316f4ae
 def _other_results(env, results):
     "(tool, arguments, result) of the remaining tools whose parameters have all been seen by name."
     seen = {}
     for _, arguments, result in results:
-        record = _parsed(result)
+        record = _parsed(result, env)
         seen |= arguments | (record if isinstance(record, dict) else {})
     for schema in tool_schemas(env):
         name, parameters = schema["function"]["name"], declared(schema)
@@ -150,7 +155,7 @@ def _return_differences(name, observed, returns):
     missing = list(dict.fromkeys(_head(p) for p in returns if _head(p) not in {_head(path) for path, _ in observed}))
     if observed and missing: yield f"{name} never returns {', '.join(missing)}"
 
-# %% ../../nbs/targets/02_interface.ipynb #4dfb7a65
+# %% ../../nbs/targets/02_interface.ipynb #9be2c159
 def _observe(environment_class, seeds):
     "tool -> [(path, type)] and tool -> [error text], each without repetition."
     paths, errors = {}, {}
@@ -159,8 +164,8 @@ def _observe(environment_class, seeds):
         results = list(_oracle_results(env))
         results += list(_other_results(env, results)) + (list(_bad_results(env)) if number == 0 else [])
         for name, _, result in results:
-            if result.startswith("Error"): errors.setdefault(name, {})[result] = None
-            else: paths.setdefault(name, {}).update(dict.fromkeys(_leaves(_parsed(result))))
+            if is_error(result): errors.setdefault(name, {})[result] = None
+            else: paths.setdefault(name, {}).update(dict.fromkeys(_leaves(_parsed(result, env))))
     return {name: list(p) for name, p in paths.items()}, {name: list(e) for name, e in errors.items()}
 
 # %% ../../nbs/targets/02_interface.ipynb #cf9105a2
