@@ -42,7 +42,7 @@ def test_tables_describe_what_the_target_returned(domain):
             tool, text = facts["tools"][names[message["id"]]], message["content"]
             tried.add(names[message["id"]])
             if message["error"]: assert _is_error(text, tool["errors"] + facts["errors"]), text
-            else: assert [(p, k) for p, k in _leaves(_parsed(text)) if k not in _described(p, tool["returns"])] == [], names[message["id"]]
+            else: assert [(p, k) for p, k in _leaves(_parsed(text, domain)) if k not in _described(p, tool["returns"])] == [], names[message["id"]]
     assert len(tried) >= 7
 
 

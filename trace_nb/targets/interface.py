@@ -88,10 +88,10 @@ def parameter_overlap(given: dict, # parameter -> (type, required)
     union = len(given) + len(wanted) - shared
     return shared / union if union else 1.0
 
-# %% ../../nbs/targets/02_interface.ipynb #4d2bfdca
-def _parsed(result, environment):
+# %% ../../nbs/targets/02_interface.ipynb #fde3463d
+def _parsed(result, domain):
     "A JSON object or array, or a Python literal where the target's results are such; any other text as it is."
-    if "notation" in interface(environment.domain): return _literal(result)
+    if "notation" in interface(domain): return _literal(result)
     try: value = json.loads(result)
     except ValueError: return result
     return value if isinstance(value, (dict, list)) else result
@@ -106,12 +106,12 @@ def _oracle_results(env):
         if isinstance(step, str): env._reply(step)
         else: yield step["name"], step["arguments"], call_tool(env, step["name"], step["arguments"])
 
-# %% ../../nbs/targets/02_interface.ipynb #7316f4ae
+# %% ../../nbs/targets/02_interface.ipynb #b5588d20
 def _other_results(env, results):
     "(tool, arguments, result) of the remaining tools whose parameters have all been seen by name."
     seen = {}
     for _, arguments, result in results:
-        record = _parsed(result, env)
+        record = _parsed(result, env.domain)
         seen |= arguments | (record if isinstance(record, dict) else {})
     for schema in tool_schemas(env):
         name, parameters = schema["function"]["name"], declared(schema)
@@ -155,7 +155,7 @@ def _return_differences(name, observed, returns):
     missing = list(dict.fromkeys(_head(p) for p in returns if _head(p) not in {_head(path) for path, _ in observed}))
     if observed and missing: yield f"{name} never returns {', '.join(missing)}"
 
-# %% ../../nbs/targets/02_interface.ipynb #9be2c159
+# %% ../../nbs/targets/02_interface.ipynb #7e5e9114
 def _observe(environment_class, seeds):
     "tool -> [(path, type)] and tool -> [error text], each without repetition."
     paths, errors = {}, {}
@@ -165,7 +165,7 @@ def _observe(environment_class, seeds):
         results += list(_other_results(env, results)) + (list(_bad_results(env)) if number == 0 else [])
         for name, _, result in results:
             if is_error(result): errors.setdefault(name, {})[result] = None
-            else: paths.setdefault(name, {}).update(dict.fromkeys(_leaves(_parsed(result, env))))
+            else: paths.setdefault(name, {}).update(dict.fromkeys(_leaves(_parsed(result, env.domain))))
     return {name: list(p) for name, p in paths.items()}, {name: list(e) for name, e in errors.items()}
 
 # %% ../../nbs/targets/02_interface.ipynb #cf9105a2
