@@ -47,8 +47,9 @@ readme: $(DONE)    ## write README.md from nbs/index.ipynb
 lab: $(DONE)    ## open the notebooks in JupyterLab
 	$(BIN)/jupyter-lab nbs
 
-pocket: $(DONE)    ## train the built-in agent again, into data/pocket
+pocket: $(DONE)    ## train the built-in agent again, for desk and for phone, into data/pocket
 	$(BIN)/python -m trace_nb.train.pocket --out data/pocket
+	$(BIN)/python -m trace_nb.train.pocket --world phone --out data/pocket/phone
 
 clean:    ## remove what builds and tests leave; keeps .venv and runs
 	rm -rf build dist *.egg-info _proc _docs .pytest_cache

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from trace_nb.core.environment import call_tool, contract_faults, replay, tool_names, tool_schemas
+from trace_nb.core.policy import load_policy
+from trace_nb.core.rollout import rollout
 from trace_nb.synthesize.datetime_reasoning import DatetimeReasoning
 from trace_nb.synthesize.permission_recovery import PermissionRecovery
+from trace_nb.targets.desk import load_tasks
 from trace_nb.targets.interface import _described, _is_error, _leaves, _tabled, declared, interface, parameter_overlap
 from trace_nb.targets.phone import KINDS, NEEDS, READS, Phone, call, phone_tasks
 from trace_nb.train.phone_demonstrations import demonstrate, script
@@ -290,3 +293,12 @@ def test_demonstrators(cls):
         won = {lack: demonstrate(cls, seed, lacks).environment.get_reward() > 1 - 1e-9 for lack, lacks in (("", set()), ("permission", {"permission"}), ("datetime", {"datetime"}))}
         assert won == {"": True, "permission": not fails, "datetime": not timed}, (seed, won)
         assert all(isinstance(s, str) or (s["content"] and "\n" not in s["content"] and len(s["content"]) < 70) for s in script(env, set()))
+
+
+def test_pocket_is_a_base_for_the_phone():
+    "Fails where a capability is lacking, not because it cannot write a call."
+    tasks = load_tasks("phone", "train")
+    played = rollout(load_policy("pocket/phone"), [t.environment for t in tasks], [t.seed for t in tasks], task_ids=[t.task_id for t in tasks])
+    plain = [t.success for t, task in zip(played, tasks) if task.needs == ("tool_calling_precision",)]
+    assert .3 <= sum(t.reward for t in played) / len(played) <= .6 and sum(plain) / len(plain) >= .75
+    assert sum(t.metadata["broken_calls"] for t in played) <= .02 * sum(t.metadata["calls"] for t in played)

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'Parameters', 'Run', 'peak_memory', 'stage', 'say', 'spend', 'play_tasks', 'play_held_out',
-           'load_agent', 'stage_base', 'stage_diagnose', 'stage_synthesize', 'halves', 'stage_train', 'stage_gate',
-           'stage_adapt', 'stage_evaluate', 'stage_report', 'save_figures', 'write_result', 'check_parameters',
-           'run_loop', 'summary', 'evaluate_policy', 'accepted_adapters', 'run_model', 'route_request', 'routed_agent',
-           'train_alone']
+           'weights_of', 'load_agent', 'stage_base', 'stage_diagnose', 'stage_synthesize', 'halves', 'stage_train',
+           'stage_gate', 'stage_adapt', 'stage_evaluate', 'stage_report', 'save_figures', 'write_result',
+           'check_parameters', 'run_loop', 'summary', 'evaluate_policy', 'accepted_adapters', 'run_model',
+           'route_request', 'routed_agent', 'train_alone']
 
 # %% ../nbs/00_pipeline.ipynb #90d0a11f
 import hashlib, json, os, platform, resource, shutil, sys, time
@@ -137,11 +137,16 @@ def play_held_out(run, policy, capability, adapter=None):
     run.spend(trajectories)
     return trajectories
 
-# %% ../nbs/00_pipeline.ipynb #ee07fbf3
+# %% ../nbs/00_pipeline.ipynb #47b1c171
+def weights_of(model: str, target: str) -> str:
+    "The name by which the weights of a model are loaded for a target."
+    return "pocket/phone" if (model, target) == ("pocket", "phone") else model
+
+# %% ../nbs/00_pipeline.ipynb #1e4643cd
 def load_agent(run, adapters=None):
     "The run's model as a policy, with adapters {capability: folder}."
     from trace_nb.core.policy import load_policy
-    return load_policy(run.parameters.model, adapters)
+    return load_policy(weights_of(run.parameters.model, run.parameters.target), adapters)
 
 def stage_base(run):
     from trace_nb.targets.desk import load_tasks
@@ -160,16 +165,18 @@ def stage_diagnose(run):
     write_json(result, run.path("capabilities.json"))
     return [c["name"] for c in result["capabilities"] if c["selected"]]
 
-# %% ../nbs/00_pipeline.ipynb #44b58fd4
+# %% ../nbs/00_pipeline.ipynb #be9f9f3f
 def stage_synthesize(run, selected):
-    from trace_nb.synthesize.capabilities import ENVIRONMENTS
-    policy, facts = load_agent(run), {}
-    for capability in (c for c in selected if c in ENVIRONMENTS):
+    from trace_nb.synthesize.capabilities import ENVIRONMENTS, PHONE_ENVIRONMENTS
+    from trace_nb.targets.desk import load_tasks
+    policy, facts, domains = load_agent(run), {}, {t.domain for t in load_tasks(run.parameters.target)}
+    known = {c: classes for c, classes in (ENVIRONMENTS | PHONE_ENVIRONMENTS).items() if {k.domain for k in classes} <= domains}
+    for capability in (c for c in selected if c in known):
         played = play_held_out(run, policy, capability)
         write_trajectories(played, run.path("trajectories", f"held_out_base_{capability}.jsonl"))
-        facts[capability] = {"classes": [c.__name__ for c in ENVIRONMENTS[capability]], "base_success": sum(t.success for t in played) / len(played), **halves(played)}
+        facts[capability] = {"classes": [c.__name__ for c in known[capability]], "base_success": sum(t.success for t in played) / len(played), **halves(played)}
         write_json(facts[capability], run.path("environments", f"{capability}.json"))
-    for capability in (c for c in selected if c not in ENVIRONMENTS): run.say(f"no environment for {capability} yet: not trained", force=True)
+    for capability in (c for c in selected if c not in known): run.say(f"no environment for {capability} in {run.parameters.target} yet: not trained", force=True)
     return facts
 
 # %% ../nbs/00_pipeline.ipynb #30eacf83
@@ -181,11 +188,11 @@ def halves(trajectories) -> dict:
         if half: found[name] = sum(half) / len(half)
     return found
 
-# %% ../nbs/00_pipeline.ipynb #d65414fd
+# %% ../nbs/00_pipeline.ipynb #579e90c2
 def stage_train(run, capability):
     from trace_nb.core.policy import load_model
     from trace_nb.train.grpo import GRPOSettings, train_adapter
-    model, tokenizer = load_model(run.parameters.model)
+    model, tokenizer = load_model(weights_of(run.parameters.model, run.parameters.target))
     s = run.scale; settings = GRPOSettings(s.steps, s.groups, s.group_size, seed=run.parameters.seed)
     final, scratch = run.path("adapters", capability), run.path("adapters", f".{capability}")
     for folder in (final, scratch): shutil.rmtree(folder, ignore_errors=True)
@@ -210,12 +217,12 @@ def stage_gate(run, capability, description):
     write_json({"name": capability, "description": description, **verdict}, run.path("adapters", capability, "capability.json"))
     return verdict
 
-# %% ../nbs/00_pipeline.ipynb #e4096545
+# %% ../nbs/00_pipeline.ipynb #8f2611cb
 def stage_adapt(run, adapters):
     from trace_nb.adapt.routing import make_router
     from trace_nb.core.policy import load_model
     from trace_nb.targets.desk import load_tasks
-    model, tokenizer = load_model(run.parameters.model)
+    model, tokenizer = load_model(weights_of(run.parameters.model, run.parameters.target))
     router, tasks = make_router(model, tokenizer, adapters), load_tasks(run.parameters.target, "test")
     if router.note: run.say(router.note, force=True)
     requests = [t.environment().reset(seed=t.seed) for t in tasks]
@@ -280,7 +287,7 @@ def write_result(run, rows):
     write_json({"rows": rows, "seconds": {n: r["seconds"] for n, r in stages.items()}, "peak_memory_bytes": max(run.manifest["memory"]["peak_bytes"], peak_memory()),
                 "budget": run.manifest["budget"], "seed": run.parameters.seed}, run.path("result.json"))
 
-# %% ../nbs/00_pipeline.ipynb #3014db89
+# %% ../nbs/00_pipeline.ipynb #fc231106
 def check_parameters(p: Parameters):
     "Everything that can be wrong about the parameters is said before anything is written."
     from trace_nb.core.policy import SCRIPTED, model_path
@@ -288,7 +295,7 @@ def check_parameters(p: Parameters):
     if p.target not in TARGETS: raise InputError(f"unknown target {p.target!r}; known: {', '.join(TARGETS)}")
     if p.scale not in SCALES: raise InputError(f"unknown scale {p.scale!r}; known: {', '.join(SCALES)}")
     if p.model in SCRIPTED: raise InputError(f"{p.model} is a script and cannot be trained; give `pocket`, a folder or a Hugging Face id")
-    model_path(p.model)
+    model_path(weights_of(p.model, p.target))
 
 # %% ../nbs/00_pipeline.ipynb #4004863c
 def run_loop(folder, parameters: Parameters = Parameters(), log=print) -> dict:
@@ -327,7 +334,7 @@ def summary(result: dict, split: str = "test") -> str:
     lines.append(f"total {sum(result['seconds'].values()):.0f} s, peak memory {result['peak_memory_bytes'] / 2**30:.2f} GiB, seed {result['seed']}")
     return "\n".join(lines)
 
-# %% ../nbs/00_pipeline.ipynb #7e4035e5
+# %% ../nbs/00_pipeline.ipynb #4801bbe3
 def evaluate_policy(target: str, policy: str, split: str = "test", trials: int = 0, seed: int = 0):
     "The evaluation frame of one policy on a target."
     from trace_nb.core.policy import SCRIPTED, load_policy
@@ -337,12 +344,12 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
     if trials < 0: raise InputError(f"--trials is {trials}; give at least 1, or 0 for the default")
     tasks, adapters, name = load_tasks(target, split), None, policy
     if (Path(policy)/"manifest.json").exists(): agent, adapters, name = routed_agent(policy, tasks)
-    else: agent = load_policy(policy)
+    else: agent = load_policy(weights_of(policy, target))
     trajectories = rollout(agent, [t.environment for t in tasks], [t.seed for t in tasks], trials or (1 if policy in SCRIPTED else 4), [t.task_id for t in tasks],
                            [f"{target}:{t.domain}" for t in tasks], adapters, seed=seed)
     return evaluation_frame(trajectories, name, {t.task_id: t.split for t in tasks}, target)
 
-# %% ../nbs/00_pipeline.ipynb #e8241850
+# %% ../nbs/00_pipeline.ipynb #7573ced0
 def accepted_adapters(folder) -> dict:
     "Accepted adapters of a run: name -> description."
     cards = [read_json(p) for p in sorted(Path(folder).glob("adapters/*/capability.json"))]
@@ -355,7 +362,7 @@ def run_model(folder) -> str:
     manifest = read_json(path)
     parameters = manifest.get("parameters") if isinstance(manifest, dict) else None
     if not isinstance(parameters, dict) or not isinstance(parameters.get("model"), str): raise InputError(f"{path}: not a run's manifest (no parameters); name a folder made by `trace-nb run`")
-    return parameters["model"]
+    return weights_of(parameters["model"], parameters.get("target"))
 
 def _router_of(folder):
     "Model, tokenizer and router of a finished run."

@@ -219,14 +219,14 @@ def _cut(self, row, logps):
 
 Local._generate_plain, Local._cut = _generate_plain, _cut
 
-# %% ../../nbs/core/03_policy.ipynb #1fe0293f
+# %% ../../nbs/core/03_policy.ipynb #4c9345df
 def model_path(name: str) -> str:
-    "Where a model's weights are: `pocket` is a name, the rest a path or id."
-    if name != "pocket":
+    "Where a model's weights are: `pocket` and `pocket/phone` are names, the rest a path or id."
+    if name not in ("pocket", "pocket/phone"):
         if Path(name).is_dir() and not (Path(name)/"config.json").exists(): raise InputError(f"{name}: no config.json in this folder, so it holds no model; name a model folder, or a run folder with manifest.json")
         if Path(name).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", name): return name
         raise InputError(f"unknown policy or model {name!r}: neither {', '.join(SCRIPTED)}, `pocket`, a folder, nor a Hugging Face id such as owner/name")
-    path = data_folder()/"pocket"
+    path = data_folder()/name
     if not (path/"config.json").exists(): raise InputError(f"the weights of pocket are not in {path}; run `make pocket` to train them")
     return str(path)
 

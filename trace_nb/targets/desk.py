@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'CALLS', 'STEPS', 'CHECKS', 'NEEDS', 'GREETINGS', 'JOINS', 'WHY', 'REASONS', 'DESK', 'TARGETS', 'Desk',
-           'get_reward', 'RetailDesk', 'AirlineDesk', 'Task', 'desk_tasks', 'load_tasks']
+           'get_reward', 'RetailDesk', 'AirlineDesk', 'Task', 'desk_tasks', 'phone_tasks', 'load_tasks']
 
 # %% ../../nbs/targets/01_desk.ipynb #9615bdf2
 import random
@@ -156,8 +156,12 @@ def _task(cls, domain, split, seed):
     env = cls(); env.reset(seed=seed)
     return Task(f"{domain}_{seed:03}", domain, split, seed, cls, NEEDS[env._kind])
 
-# %% ../../nbs/targets/01_desk.ipynb #f9a58778
-TARGETS = {"desk": desk_tasks}
+# %% ../../nbs/targets/01_desk.ipynb #1a1a7dd3
+def phone_tasks(split):
+    from trace_nb.targets import phone      # which takes `Task` from here
+    return phone.phone_tasks(split)
+
+TARGETS = {"desk": desk_tasks, "phone": phone_tasks}
 
 def load_tasks(target: str, split: str = "all") -> list[Task]:
     "The tasks of a named target; an unknown name raises `InputError`."

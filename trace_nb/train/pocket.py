@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['LACKING', 'BLIND', 'TEMPLATE', 'SPECIAL', 'CALLS', 'RESPONSE', 'PIECES', 'FIRST_SEED', 'WORLDS', 'CATALOGUE', 'IDS',
-           'draw_lacks', 'script', 'demonstrate', 'segments', 'names_pattern', 'whole_values', 'build_tokenizer',
-           'described', 'Row', 'add_text', 'demonstration_row', 'described_row', 'list_row', 'key_row', 'recall_row',
-           'Recipe', 'build_model', 'rows_of_step', 'microbatches', 'row_loss', 'orthogonalised', 'make_muon',
-           'optimizers', 'learning_rate', 'train_step', 'train', 'save', 'plain_seeds', 'held_out']
+           'KEYS', 'DESK_CORPUS', 'draw_lacks', 'script', 'demonstrate', 'segments', 'names', 'pattern_of',
+           'whole_values', 'described', 'Corpus', 'build_tokenizer', 'Row', 'add_text', 'demonstration_row',
+           'described_row', 'list_row', 'key_row', 'recall_row', 'Recipe', 'build_model', 'rows_of_step',
+           'microbatches', 'row_loss', 'orthogonalised', 'make_muon', 'optimizers', 'learning_rate', 'train_step',
+           'train', 'save', 'plain_seeds', 'held_out']
 
 # %% ../../nbs/train/00_pocket.ipynb #19addf15
 import json, random, re, time
@@ -92,14 +93,17 @@ RESPONSE = {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assi
 # %% ../../nbs/train/00_pocket.ipynb #e2655b72
 PIECES = r"2024-05-|\d\d|\d|(?<![A-Z])[A-Z](?=[A-Z]\d{4})|(?<=[A-Z])[A-Z](?=\d{4})"
 
-# %% ../../nbs/train/00_pocket.ipynb #610f042e
-def names_pattern() -> str:
-    "Values that must stay tokens of their own wherever they stand (an alternation of words)."
+# %% ../../nbs/train/00_pocket.ipynb #3521755b
+def names() -> list[str]:
+    "Values that must stay tokens of their own wherever they stand."
     from trace_nb.targets import domains as d
     values = {*d.FIRST, *d.LAST, *d.AIRPORTS, "pending", "delivered", "processed", "cancelled", "requested", "basic_economy", "economy", "business",
               "credit_card", "gift_card", "paypal", "no longer needed", "ordered by mistake", "plans", "health", "weather"}
-    values |= {v.lower() for v in {*d.FIRST, *d.LAST}}
-    return r"\b(?:" + "|".join(re.escape(v) for v in sorted(values, key=lambda v: (-len(v), v))) + ")(?![A-Za-z])"
+    return sorted(values | {v.lower() for v in {*d.FIRST, *d.LAST}}, key=lambda v: (-len(v), v))
+
+def pattern_of(names) -> str:
+    "An alternation of words."
+    return r"\b(?:" + "|".join(map(re.escape, names)) + ")(?![A-Za-z])"
 
 def whole_values() -> list[str]:
     "What is fixed in desk's world is one token: an address, the head and tail of a catalogue item, a flight up to its date."
@@ -108,24 +112,6 @@ def whole_values() -> list[str]:
     for item in d.CATALOGUE: texts += json.dumps(item).split(item["item_id"])
     for f in d.FLIGHTS: texts.append(json.dumps({k: f[k] for k in ("flight_number", "origin", "destination")})[:-1] + ', "date": "')
     return list(dict.fromkeys(texts))
-
-# %% ../../nbs/train/00_pocket.ipynb #54620c4c
-def build_tokenizer(texts, vocabulary: int = 2048):
-    "A fast tokenizer trained on `texts`, with pocket's chat template."
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-    bpe = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(f"{PIECES}|{names_pattern()}"), "isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=SPECIAL, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
-    whole = whole_values()
-    cut = re.compile("|".join(map(re.escape, whole)))
-    bpe.train_from_iterator((piece for text in texts for piece in cut.split(text)), trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|pad|>", extra_special_tokens=["<|im_start|>"])
-    tokenizer.add_tokens(whole)
-    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
-    return tokenizer
 
 # %% ../../nbs/train/00_pocket.ipynb #306fcf39
 FIRST_SEED = 10_000_000     # demonstrations use seeds from here on; nothing else does
@@ -142,9 +128,46 @@ def described(rng, seed) -> list:
     kind = "multi_step_task_completion" if len(env._operations) > 1 else "precondition_verification" if env._operations[0].tool else "base"
     return [{"role": "system", "content": rng.choice(CATALOGUE[kind])}, {"role": "user", "content": request}]
 
-# %% ../../nbs/train/00_pocket.ipynb #7b757695
-IDS = re.compile(r"#W\d{7}|\b\d{10}\b|[a-z]+_[a-z]+_\d{4}\b|\b(?:credit_card|gift_card|paypal)_\d{7}|[a-z]+\.[a-z]+\d{4}@|\b[A-Z]{2}\d{4}\b")
+# %% ../../nbs/train/00_pocket.ipynb #205a5b32
+@dataclass(frozen=True)
+class Corpus:
+    "What a world brings to the training."
+    worlds: tuple      # environment classes, each as often as it is to be drawn
+    demonstrate: "callable" # (class, seed, lacks) -> `Episode`
+    draw_lacks: "callable"  # seed -> what the demonstrator lacks
+    described: "callable"   # (random numbers, seed) -> a description and a request, as two messages
+    pieces: str        # what the tokenizer cuts out, as a regular expression
+    names: tuple       # values that stay tokens of their own
+    whole: tuple       # longer texts that are one token
+    ids: re.Pattern    # what is copied
+    prefix: str        # of the ids in copying lists
+    keys: tuple        # keys with ids: (as a result shows one, as a call writes it, number of digits)
+    records: "callable"     # environment -> ids that a request names and calls must fetch
 
+# %% ../../nbs/train/00_pocket.ipynb #0c37d78b
+IDS = re.compile(r"#W\d{7}|\b\d{10}\b|[a-z]+_[a-z]+_\d{4}\b|\b(?:credit_card|gift_card|paypal)_\d{7}|[a-z]+\.[a-z]+\d{4}@|\b[A-Z]{2}\d{4}\b")
+KEYS = tuple((f'"{key}{{}}"', f'"{key}{{}}"', n) for key, n in (('order_id": "#W', 7), ('item_id": "', 10), ('id": "credit_card_', 7), ('id": "paypal_', 7), ('reservation_id": "ZR', 4), ('user_id": "mia_li_', 4)))
+DESK_CORPUS = Corpus(tuple(WORLDS), demonstrate, draw_lacks, described, PIECES, tuple(names()), tuple(whole_values()), IDS, "#W", KEYS,
+                     lambda env: [op.record for op in env._operations])
+
+# %% ../../nbs/train/00_pocket.ipynb #f864d3d9
+def build_tokenizer(texts, vocabulary: int = 2048, corpus: Corpus = DESK_CORPUS):
+    "A fast tokenizer trained on `texts`, with pocket's chat template."
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    bpe = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(f"{corpus.pieces}|{pattern_of(corpus.names)}"), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=SPECIAL, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    cut = re.compile("|".join(map(re.escape, corpus.whole)) or "$^")
+    bpe.train_from_iterator((piece for text in texts for piece in cut.split(text)), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|pad|>", extra_special_tokens=["<|im_start|>"])
+    tokenizer.add_tokens(list(corpus.whole))
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
+    return tokenizer
+
+# %% ../../nbs/train/00_pocket.ipynb #bbfcf37b
 @dataclass
 class Row:
     "One training row."
@@ -152,38 +175,38 @@ class Row:
     ids: list = field(default_factory=list)
     weights: list = field(default_factory=list)
 
-# %% ../../nbs/train/00_pocket.ipynb #6d172289
-def add_text(row, tokenizer, text, weight, seen) -> None:
+# %% ../../nbs/train/00_pocket.ipynb #7f6244f4
+def add_text(row, tokenizer, text, weight, seen, ids=IDS) -> None:
     "Append `text`; ids seen before get 0.5 where `weight` is 0."
     encoding = tokenizer.encode(text, add_special_tokens=False); weights = [weight] * len(encoding.ids)
-    spans = [(m.start() + 1, m.end()) for m in IDS.finditer(text) if m.group() in seen]
-    seen.update(m.group() for m in IDS.finditer(text))
+    spans = [(m.start() + 1, m.end()) for m in ids.finditer(text) if m.group() in seen]
+    seen.update(m.group() for m in ids.finditer(text))
     if not weight:
         for i, (a, b) in enumerate(encoding.offsets):
             if any(s <= a and b <= e for s, e in spans): weights[i] = .5
     row.ids += encoding.ids; row.weights += weights
 
-# %% ../../nbs/train/00_pocket.ipynb #8ed6e63c
-def demonstration_row(tokenizer, seed, lacks=None) -> Row:
+# %% ../../nbs/train/00_pocket.ipynb #e456f97c
+def demonstration_row(tokenizer, seed, corpus: Corpus = DESK_CORPUS) -> Row:
     "One demonstration as a row."
-    rng = random.Random(f"demonstration-{seed}"); cls = rng.choice(WORLDS)
-    episode = demonstrate(cls, seed, draw_lacks(seed) if lacks is None else lacks)
+    cls = random.Random(f"demonstration-{seed}").choice(corpus.worlds)
+    episode = corpus.demonstrate(cls, seed, corpus.draw_lacks(seed))
     row, seen = Row(cls.__name__), set()
-    for text, spoken in segments(episode.messages, tool_names(cls)): add_text(row, tokenizer, text, float(spoken), seen)
+    for text, spoken in segments(episode.messages, tool_names(cls)): add_text(row, tokenizer, text, float(spoken), seen, corpus.ids)
     return row
 
-def described_row(tokenizer, seed) -> Row:
+def described_row(tokenizer, seed, corpus: Corpus = DESK_CORPUS) -> Row:
     "One described request as a row."
     rng, row = random.Random(f"described-{seed}"), Row("described")
-    system, user = described(rng, seed)
+    system, user = corpus.described(rng, seed)
     add_text(row, tokenizer, f"<|im_start|>system\n{system['content']}<|im_end|>\n<|im_start|>user\n", 0., {""})
     add_text(row, tokenizer, user["content"] + "<|im_end|>", .3, set())
     return row
 
-# %% ../../nbs/train/00_pocket.ipynb #ae4ac740
-def list_row(tokenizer, rng) -> Row:
-    "3 to 6 short order ids, then the same in another order; digits after the first pair count."
-    ids = ["#W" + "".join(rng.choices("0123456789", k=rng.choice([4, 6]))) for _ in range(rng.randint(3, 6))]
+# %% ../../nbs/train/00_pocket.ipynb #a20e9d68
+def list_row(tokenizer, rng, corpus: Corpus = DESK_CORPUS) -> Row:
+    "3 to 6 short ids, then the same in another order; digits after the first pair count."
+    ids = [corpus.prefix + "".join(rng.choices("0123456789", k=rng.choice([4, 6]))) for _ in range(rng.randint(3, 6))]
     row, seen = Row("list"), set()
     for i, text in enumerate((" ".join(ids) + "\n", " ".join(rng.sample(ids, len(ids))))):
         encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -191,26 +214,24 @@ def list_row(tokenizer, rng) -> Row:
         row.ids += encoding.ids; row.weights += [float(i and digit[j] and j > 0 and digit[j - 1]) for j in range(len(digit))]
     return row
 
-# %% ../../nbs/train/00_pocket.ipynb #eb9c8840
-def key_row(tokenizer, rng) -> Row:
-    "Six JSON keys with ids, then the same in another order; what follows the first token of an id counts."
-    digits = lambda n: "".join(rng.choices("0123456789", k=n))
-    make = [lambda: 'order_id": "#W' + digits(7), lambda: 'item_id": "' + digits(10), lambda: 'id": "credit_card_' + digits(7), lambda: 'id": "paypal_' + digits(7),
-            lambda: 'reservation_id": "ZR' + digits(4), lambda: 'user_id": "mia_li_' + digits(4)]
-    keys = [rng.choice(make)() for _ in range(6)]; row = Row("key")
-    first, second = ('{"' + '", "'.join(k) + '"}\n' for k in (keys, rng.sample(keys, len(keys))))
+# %% ../../nbs/train/00_pocket.ipynb #a64813a3
+def key_row(tokenizer, rng, corpus: Corpus = DESK_CORPUS) -> Row:
+    "Six keys with ids as results show them, then in another order as calls write them; what follows the first token of an id counts."
+    def key(): shown, written, n = rng.choice(corpus.keys); digits = "".join(rng.choices("0123456789", k=n)); return shown.format(digits), written.format(digits)
+    keys, row = [key() for _ in range(6)], Row("key")
+    first, second = ("{" + ", ".join(k[i] for k in order) + "}\n" for i, order in enumerate((keys, rng.sample(keys, len(keys)))))
     add_text(row, tokenizer, first, 0., set())
     encoding = tokenizer.encode(second, add_special_tokens=False)
-    spans = [(m.start(1) + 1, m.end(1)) for m in re.finditer(r'": "([^"]+)"', second)]
+    spans = [(m.start(1) + 1, m.end(1)) for m in re.finditer(r'": "?([^",}]+)', second)]
     row.ids += encoding.ids; row.weights += [float(any(s < a and b <= e for s, e in spans)) for a, b in encoding.offsets]
     return row
 
-# %% ../../nbs/train/00_pocket.ipynb #ded40778
-def recall_row(tokenizer, seed) -> Row:
+# %% ../../nbs/train/00_pocket.ipynb #2a4246a7
+def recall_row(tokenizer, seed, corpus: Corpus = DESK_CORPUS) -> Row:
     "A gold episode without its results; every token of a record id in a call counts."
-    rng = random.Random(f"recall-{seed}"); cls = rng.choice(WORLDS)
-    episode, row = demonstrate(cls, seed, set()), Row("recall")
-    records = re.compile("|".join(re.escape(op.record) for op in episode.environment._operations))
+    cls = random.Random(f"recall-{seed}").choice(corpus.worlds)
+    episode, row = corpus.demonstrate(cls, seed, set()), Row("recall")
+    records = re.compile("|".join(map(re.escape, corpus.records(episode.environment))))
     messages = [{**m, "content": "ok"} if m["role"] == "tool" else m for m in episode.messages[:-1]]
     for text, spoken in segments(messages, tool_names(cls)):
         encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -244,15 +265,15 @@ def build_model(recipe, tokenizer):
         num_hidden_layers=recipe.layers, num_attention_heads=recipe.width // 32, num_key_value_heads=recipe.width // 64, head_dim=32, max_position_embeddings=2048,
         tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, eos_token_id=end, pad_token_id=pad, bos_token_id=None))
 
-# %% ../../nbs/train/00_pocket.ipynb #fb502acc
-def rows_of_step(tokenizer, recipe, step) -> list[Row]:
+# %% ../../nbs/train/00_pocket.ipynb #0a4271bb
+def rows_of_step(tokenizer, recipe, step, corpus: Corpus = DESK_CORPUS) -> list[Row]:
     "The rows of one step, from the step's number alone."
     rng = random.Random(f"rows-{recipe.seed}-{step}")
-    if step < recipe.list_steps: return [list_row(tokenizer, rng) for _ in range(40)] + [key_row(tokenizer, rng) for _ in range(8)]
+    if step < recipe.list_steps: return [list_row(tokenizer, rng, corpus) for _ in range(40)] + [key_row(tokenizer, rng, corpus) for _ in range(8)]
     seed, n = FIRST_SEED + step * 100, recipe.demonstrations
-    copies = [key_row(tokenizer, rng) for _ in range(6)] if step < recipe.rounds[0][0] * .35 else []
-    copies += [recall_row(tokenizer, seed + 50 + i) for i in range(recipe.recalls)] if step >= recipe.rounds[0][0] else []
-    return [demonstration_row(tokenizer, seed + i) for i in range(n)] + [described_row(tokenizer, seed + n + i) for i in range(n // 8)] + copies
+    copies = [key_row(tokenizer, rng, corpus) for _ in range(6)] if step < recipe.rounds[0][0] * .35 else []
+    copies += [recall_row(tokenizer, seed + 50 + i, corpus) for i in range(recipe.recalls)] if step >= recipe.rounds[0][0] else []
+    return [demonstration_row(tokenizer, seed + i, corpus) for i in range(n)] + [described_row(tokenizer, seed + n + i, corpus) for i in range(n // 8)] + copies
 
 # %% ../../nbs/train/00_pocket.ipynb #074f92da
 def microbatches(rows, tokens=5000):
@@ -329,33 +350,33 @@ def train_step(model, optimizers, rows, rate) -> dict:
         optimizer.step(); optimizer.zero_grad(set_to_none=True)
     return {k: sum(v) / len(v) for k, v in by_kind.items()}
 
-# %% ../../nbs/train/00_pocket.ipynb #cbf0a06f
-def train(recipe: Recipe, out, log=print, done: int = 0 # rounds whose result lies in `out` already
-         ):
+# %% ../../nbs/train/00_pocket.ipynb #f5f96184
+def train(recipe: Recipe, out, log=print, done: int = 0, # rounds whose result lies in `out` already
+          corpus: Corpus = DESK_CORPUS):
     "Train pocket and save model, tokenizer and recipe under `out` after each round."
     import torch
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
     torch.manual_seed(recipe.seed); start = time.time()
-    model, tokenizer = _begin(recipe, out, done)
+    model, tokenizer = _begin(recipe, out, done, corpus)
     for number, (steps, peak) in list(enumerate(recipe.rounds))[done:]:
         both, before = list(zip(optimizers(model, recipe), (recipe.muon, recipe.adam))), sum(n for n, _ in recipe.rounds[:number])
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.average))
         for step in range(steps):
-            losses = train_step(model, both, rows_of_step(tokenizer.backend_tokenizer, recipe, before + step), peak * learning_rate(recipe, step, steps))
+            losses = train_step(model, both, rows_of_step(tokenizer.backend_tokenizer, recipe, before + step, corpus), peak * learning_rate(recipe, step, steps))
             average.update_parameters(model)
             if step % 50 == 0: log(f"round {number + 1}, step {step} of {steps}  {(time.time() - start) / 60:.1f} min  " + "  ".join(f"{k} {v:.3f}" for k, v in sorted(losses.items())))
         model.load_state_dict(average.module.state_dict())
         save(model, tokenizer, recipe, out)
 
-# %% ../../nbs/train/00_pocket.ipynb #e6214540
-def _begin(recipe, out, done):
+# %% ../../nbs/train/00_pocket.ipynb #4e5fb143
+def _begin(recipe, out, done, corpus):
     "An untrained model with a new tokenizer, or what earlier rounds left."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     if done: return AutoModelForCausalLM.from_pretrained(out).train(), AutoTokenizer.from_pretrained(out)
-    worlds = [WORLDS[i % len(WORLDS)] for i in range(6000)]
-    episodes = (demonstrate(cls, FIRST_SEED - 1 - i, set()) for i, cls in enumerate(worlds))
+    worlds = [corpus.worlds[i % len(corpus.worlds)] for i in range(6000)]
+    episodes = (corpus.demonstrate(cls, FIRST_SEED - 1 - i, set()) for i, cls in enumerate(worlds))
     texts = ["".join(t for t, _ in segments(e.messages, tool_names(cls))) for e, cls in zip(episodes, worlds)]
-    tokenizer = build_tokenizer(texts, recipe.vocabulary)
+    tokenizer = build_tokenizer(texts, recipe.vocabulary, corpus)
     return build_model(recipe, tokenizer), tokenizer
 
 # %% ../../nbs/train/00_pocket.ipynb #ba58ef15
@@ -390,12 +411,15 @@ def held_out(model: str, n: int = 240, trials: int = 2) -> str:
     lines = [f"{sum(x.success for x in t) / len(t):.2f}  of {len(t):4}  {name}" for name, t in played.items() if t]
     return "\n".join([*lines, f"calls that could be read: {1 - broken / max(1, calls):.3f} of {calls}"])
 
-# %% ../../nbs/train/00_pocket.ipynb #7c359f8e
+# %% ../../nbs/train/00_pocket.ipynb #5ec6ec3f
 if __name__ == "__main__":
     import argparse
     parser = argparse.ArgumentParser(description="Train pocket from scratch.")
+    parser.add_argument("--world", choices=["desk", "phone"], default="desk")
     parser.add_argument("--out", default="data/pocket"); parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--done", type=int, default=0, help="rounds whose result lies in OUT already")
     given = parser.parse_args()
-    train(replace(Recipe(), seed=given.seed), given.out, log=lambda line: print(line, flush=True), done=given.done)
-    print(held_out(given.out))
+    recipe, corpus, figures = Recipe(), DESK_CORPUS, held_out
+    if given.world == "phone": from trace_nb.train.phone_demonstrations import PHONE_CORPUS as corpus, PHONE_RECIPE as recipe, held_out as figures
+    train(replace(recipe, seed=given.seed), given.out, log=lambda line: print(line, flush=True), done=given.done, corpus=corpus)
+    print(figures(given.out))
