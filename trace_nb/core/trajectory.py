@@ -189,13 +189,14 @@ def data_folder() -> Path:
     package = Path(trace_nb.__file__).resolve().parent
     return package.parent/"data" if (package.parent/"data"/"desk").is_dir() else package/"data"
 
-# %% ../../nbs/core/00_trajectory.ipynb #e8e27c92
+# %% ../../nbs/core/00_trajectory.ipynb #3b82aa47
 @contextmanager
-def only_one(folder):
-    "Hold the folder for one process; a second one gets an `InputError`."
+def only_one(folder, wait: bool = False # for whoever holds it, as for a moment's writing
+            ):
+    "Hold the folder for one process; a second one gets an `InputError`, or its turn."
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder)/".lock", "w") as lock:
-        try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try: fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError: raise InputError(f"{folder} is in use by another run; wait for it or choose another --out") from None
         yield
 

@@ -56,14 +56,14 @@ def _run(number, judged, tasks, by_capability):
     return {"run": number, "totals": {f"total_{side}": len(found) for side, found in ids.items()},
             "labels": {capability: lists(labels) for capability, labels in by_capability.items()}}
 
-# %% ../../nbs/diagnose/04_labeling.ipynb #07b9e6cf
+# %% ../../nbs/diagnose/04_labeling.ipynb #828da835
 RUN_FILE = re.compile(r"run_\d+\.json")
 
 def write_labels(runs: list, rows: list, folder, # made when missing
                  **facts # for the manifest
                 ) -> None:
     "Write `run_NN.json`, `labels.jsonl` and `manifest.json`; until all are there the manifest says `incomplete`."
-    with only_one(folder): _write_all(runs, rows, Path(folder), facts)
+    with only_one(folder, wait=True): _write_all(runs, rows, Path(folder), facts)
 
 def _write_all(runs, rows, folder, facts):
     names = [f"run_{run['run']:02}.json" for run in runs]
