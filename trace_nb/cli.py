@@ -6,8 +6,8 @@
 __all__ = ['COMMANDS', 'run', 'import_', 'label', 'select', 'audit', 'check', 'generate', 'evaluate', 'train', 'route', 'report',
            'bench', 'usage', 'parse', 'main']
 
-# %% ../nbs/01_cli.ipynb #b2b6930a
-import sys, warnings
+# %% ../nbs/01_cli.ipynb #d6209b0d
+import math, os, sys, threading, warnings
 from .core.trajectory import InputError, writable
 
 # %% ../nbs/01_cli.ipynb #1a2a7bca
@@ -40,7 +40,7 @@ def import_(log: str, # a log in any known format, file or folder
     from trace_nb.diagnose.logs import import_log
     print(import_log(log, out, skip_bad, to))
 
-# %% ../nbs/01_cli.ipynb #95eaabbf
+# %% ../nbs/01_cli.ipynb #f5dfe929
 def label(trajectories: str, # a trajectories file, or a log
           analyst: str = "rules", # who labels: rules, or the address of an OpenAI-compatible server
           runs: int = 10, # labeling runs
@@ -60,18 +60,20 @@ def label(trajectories: str, # a trajectories file, or a log
     from trace_nb.diagnose.analyst import label_with_endpoint
     from trace_nb.diagnose.logs import read_log
     if not model: raise InputError("--model is missing; name the model that labels")
+    if not (budget_tokens >= 0 and 0 <= budget_cost < math.inf): raise InputError("a budget must be a number of at least 0; 0 sets no limit")
     print(label_with_endpoint(read_log(trajectories)[0], out, analyst, model, runs, candidates or None, seed, Budget(budget_tokens or None, budget_cost or None),
                               dry_run, log=lambda line: print(line, flush=True), prices=_prices(prices)))
 
-# %% ../nbs/01_cli.ipynb #3d6b682f
+# %% ../nbs/01_cli.ipynb #8f1bc37a
 def _prices(text):
     "Two prices from their text."
     if not text: return None
     try: prompt, completion = map(float, text.split(","))
-    except ValueError: raise InputError(f"--prices is {text!r}; give two numbers, as in 0.15,0.60") from None
+    except ValueError: prompt = completion = -1
+    if not (0 <= prompt < math.inf and 0 <= completion < math.inf): raise InputError(f"--prices is {text!r}; give two numbers, as in 0.15,0.60")
     return prompt, completion
 
-# %% ../nbs/01_cli.ipynb #cd56bdfc
+# %% ../nbs/01_cli.ipynb #c4d2d98e
 def select(labels: str, # folder of label files
            rho: float = .10, # least coverage of failures
            delta: float = .20, # least contrastive gap
@@ -81,7 +83,8 @@ def select(labels: str, # folder of label files
            seed: int = 0): # of the bootstrap
     "Select capabilities by coverage and contrastive gap."
     from trace_nb.core.trajectory import read_json
-    from trace_nb.diagnose.selection import select_dir
+    from trace_nb.diagnose.selection import free_place, select_dir
+    if json: free_place(json, labels)
     out = out or f"{labels}/selected_capabilities.json"
     if json and writable(json) == writable(out): raise InputError(f"--json and --out are both {out}; give two files")
     text = select_dir(labels, rho, delta, required, out, seed)
@@ -100,21 +103,22 @@ def audit(labels: str, # folder of label files
     if not trajectories: raise InputError("--trajectories is missing; name the file that was labelled, or give --verdicts")
     print(audit_labels(labels, trajectories, out, n, seed))
 
-# %% ../nbs/01_cli.ipynb #20296582
+# %% ../nbs/01_cli.ipynb #961fbe51
 def check(environment: str, # a name, a capability, or file.py:Class
           policy: str = "", # base of the last three checks; default: they are skipped
           json: str = "", # write the result here
           seed: int = 0): # of the policy's sampling
     "Check an environment: is it repeatable, winnable, and not to be cheated?"
     from trace_nb.synthesize import sanity
+    if json and writable(json) == writable(environment.rpartition(":")[0] or "-"): raise InputError(f"{json}: would overwrite the environment; give another --json")
     text, code = sanity.check(environment, policy, json, seed)
     print(text)
     return code
 
-# %% ../nbs/01_cli.ipynb #c214571c
+# %% ../nbs/01_cli.ipynb #6a5ef135
 def generate(capability: str, # selected_capabilities.json, or one entry of it
-             endpoint: str, # address of an OpenAI-compatible server; its key is read from OPENAI_API_KEY
-             model: str, # the model that writes
+             endpoint: str = "", # address of an OpenAI-compatible server; its key is read from OPENAI_API_KEY
+             model: str = "", # the model that writes
              out: str = "environments", # folder for what is accepted, and for the reasons of what is not
              trajectories: str = "", # the file that the examples are from
              domain: str = "", # airline, retail or phone; default: that of the trajectories
@@ -123,6 +127,8 @@ def generate(capability: str, # selected_capabilities.json, or one entry of it
     "Have a model write an environment for a capability, run only in the sandbox."
     from trace_nb.core.endpoint import Budget
     from trace_nb.synthesize import generator
+    if not endpoint or not model: raise InputError("--endpoint and --model are needed; name the server and the model that writes")
+    if repairs < 0 or budget_tokens < 0: raise InputError("--repairs and --budget-tokens must be at least 0")
     print(generator.generate(capability, endpoint, out, model, trajectories, domain, repairs, budget=Budget(budget_tokens or None)))
 
 # %% ../nbs/01_cli.ipynb #ff25c04c
@@ -180,7 +186,7 @@ def usage() -> str:
     "The commands with their first line of help."
     return "usage: trace-nb COMMAND [OPTIONS]   (trace-nb COMMAND --help for its options)\n\n" + "\n".join(f"  {n:10} {f.__doc__}" for n, f in COMMANDS.items())
 
-# %% ../nbs/01_cli.ipynb #8a8609a4
+# %% ../nbs/01_cli.ipynb #eec202e5
 def parse(name: str, argv: list[str]) -> dict:
     "Arguments of a command from its words; `--skip-bad` and `--skip_bad` are the same."
     from fastcore.script import anno_parser
@@ -188,9 +194,10 @@ def parse(name: str, argv: list[str]) -> dict:
     for action in parser._actions: action.option_strings = [o.replace("_", "-") for o in action.option_strings]
     parser._option_string_actions = {o: a for a in parser._actions for o in a.option_strings}
     given = vars(parser.parse_args([w.replace("_", "-") if w.startswith("--") and "=" not in w else w for w in argv]))
+    if (given.get("seed") or 0) < 0: raise InputError(f"--seed is {given['seed']}; it must be at least 0")
     return {k: v for k, v in given.items() if k not in ("pdb", "xtra")}
 
-# %% ../nbs/01_cli.ipynb #b4cf94ef
+# %% ../nbs/01_cli.ipynb #ec06ae48
 def main(argv: list[str] | None = None) -> int:
     "The console script; returns the exit code."
     argv = sys.argv[1:] if argv is None else argv
@@ -200,9 +207,14 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)     # libraries announcing renames to each other
     try: return COMMANDS[argv[0]](**parse(argv[0], argv[1:])) or 0
     except InputError as e: return _fail(str(e))
-    except KeyboardInterrupt: return _fail("stopped" + ("; finished stages are kept, the same command goes on from there" if argv[0] == "run" else ""), 130)
+    except KeyboardInterrupt: return _stopped(argv[0])
     except BrokenPipeError: return 1
     except OSError as e: return _fail(f"{e.filename or 'standard output'}: {e.strerror or e}; make room or choose another place")
+
+def _stopped(command):
+    code = _fail("stopped" + ("; finished stages are kept, the same command goes on from there" if command == "run" else ""), 130)
+    if threading.active_count() > 1: os._exit(code)      # a thread that waits for a silent server would keep the process alive
+    return code
 
 def _fail(message, code=2):
     print(f"trace-nb: {' '.join(message.split())}", file=sys.stderr)

@@ -280,9 +280,9 @@ def save_figures(run, rows):
         figure, ax = plt.subplots(figsize=(6.5, 3.25), layout="constrained")
         plot(ax); figure.savefig(run.path("figures", f"{name}.svg"), metadata={"Date": None}); plt.close(figure)
 
-# %% ../nbs/00_pipeline.ipynb #9fa3137e
+# %% ../nbs/00_pipeline.ipynb #704f35dd
 def write_result(run, rows):
-    "result.json as DESIGN.md has it."
+    "The table, the seconds of each stage, the budget and the seed."
     stages = run.manifest["stages"]
     write_json({"rows": rows, "seconds": {n: r["seconds"] for n, r in stages.items()}, "peak_memory_bytes": max(run.manifest["memory"]["peak_bytes"], peak_memory()),
                 "budget": run.manifest["budget"], "seed": run.parameters.seed}, run.path("result.json"))

@@ -159,17 +159,19 @@ class Endpoint:
         self.reserved, self.settled, self.stopped = [], threading.Condition(), threading.Event()
         self.client = None if dry_run else _client(url, key_variable, timeout)
 
-# %% ../../nbs/core/06_endpoint.ipynb #eaf4eca0
+# %% ../../nbs/core/06_endpoint.ipynb #53c396ed
 def _check(url, budget, prices):
     "What would fail later fails now."
-    if not re.match(r"https?://[^/]", url): raise InputError(f"{url!r} is no address of a server; give one like http://127.0.0.1:8000/v1, nothing was asked")
+    try: host = urlsplit(url).hostname
+    except ValueError: host = None
+    if not host or not re.match(r"https?://[^/]", url): raise InputError(f"{url!r} is no address of a server; give one like http://127.0.0.1:8000/v1, nothing was asked")
     if budget.cost is not None and not prices: raise InputError("a budget of cost needs prices of a million prompt and a million completion tokens; give both, nothing was asked")
 
 def _client(url, key_variable, timeout):
     from openai import OpenAI
     return OpenAI(base_url=url, api_key=_key(key_variable), timeout=timeout, max_retries=0)
 
-# %% ../../nbs/core/06_endpoint.ipynb #0fcb2050
+# %% ../../nbs/core/06_endpoint.ipynb #6cbbb874
 def ask(self, messages: list, sample=0, # see `request_key`
         schema: dict | None = None, # JSON schema that the answer should follow
         max_tokens: int = 1024, # of the answer
@@ -184,8 +186,14 @@ def ask(self, messages: list, sample=0, # see `request_key`
     answer = None
     try: answer = self._attempt(dict(messages=messages, schema=schema, max_tokens=max_tokens, options=options), need[0])
     finally: self._settle(need, answer)
-    return Answer(**self.cache.put(key, asdict(answer)))
+    return Answer(**self.cache.put(key, asdict(replace(answer, text=self._without_key(answer.text)))))
 
+def _without_key(self, text):
+    "A server that repeats the key must not put it into a file."
+    key = os.environ.get(self.key_variable, "").strip()
+    return text.replace(key, "[key]") if key else text
+
+Endpoint._without_key = _without_key
 Endpoint.ask = ask
 
 # %% ../../nbs/core/06_endpoint.ipynb #a509f728
@@ -313,21 +321,21 @@ def _given_up(self, error, said, kept) -> InputError:
 
 Endpoint._given_up = _given_up
 
-# %% ../../nbs/core/06_endpoint.ipynb #238609de
+# %% ../../nbs/core/06_endpoint.ipynb #1f9e69c7
 def map(self, work, # called with one job, in a thread
         jobs, progress=None) -> list: # results in the order of jobs
     "Do jobs in parallel; raises the first fault."
     self.faults = []
-    with ThreadPoolExecutor(self.parallel) as pool:
-        futures = [pool.submit(self._guarded, work, job) for job in jobs]
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                if self.faults: raise self.faults[0]
-                if progress: progress(done, len(futures))
-        except BaseException:
-            self.stopped.set(); pool.shutdown(cancel_futures=True)
-            raise
-        finally: self.stopped.clear()
+    pool = ThreadPoolExecutor(self.parallel)
+    futures = [pool.submit(self._guarded, work, job) for job in jobs]
+    try:
+        for done, future in enumerate(as_completed(futures), 1):
+            if self.faults: raise self.faults[0]
+            if progress: progress(done, len(futures))
+    except BaseException as e:     # a request that is under way is waited for, but not after Ctrl-C
+        self.stopped.set(); pool.shutdown(wait=not isinstance(e, KeyboardInterrupt), cancel_futures=True)
+        raise
+    finally: self.stopped.clear()
     return [future.result() for future in futures]
 
 # %% ../../nbs/core/06_endpoint.ipynb #ebd9f40b

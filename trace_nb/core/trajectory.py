@@ -59,7 +59,7 @@ def trajectory_from(record: dict # one parsed JSON line
     _check(known)
     return Trajectory(**known)
 
-# %% ../../nbs/core/00_trajectory.ipynb #c975e257
+# %% ../../nbs/core/00_trajectory.ipynb #bba80f52
 def _check(record):
     "The few things every reader relies on."
     if not isinstance(record["id"], str) or not record["id"]: raise ValueError("id must be a non-empty string")
@@ -68,7 +68,7 @@ def _check(record):
     reward = record.get("reward")
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float)) or not 0 <= reward <= 1):
         raise ValueError(f"reward must be a number in [0, 1], found {reward!r}")
-    if record.get("success") not in (None, True, False): raise ValueError(f"success must be true, false or null, found {record['success']!r}")
+    if not isinstance(record.get("success"), (bool, type(None))): raise ValueError(f"success must be true, false or null, found {record['success']!r}")
     if not isinstance(record["messages"], list): raise ValueError("messages must be a list")
     for i, message in enumerate(record["messages"]): _check_message(i, message)
 
@@ -189,13 +189,13 @@ def data_folder() -> Path:
     package = Path(trace_nb.__file__).resolve().parent
     return package.parent/"data" if (package.parent/"data"/"desk").is_dir() else package/"data"
 
-# %% ../../nbs/core/00_trajectory.ipynb #3b82aa47
+# %% ../../nbs/core/00_trajectory.ipynb #66829ddd
 @contextmanager
 def only_one(folder, wait: bool = False # for whoever holds it, as for a moment's writing
             ):
     "Hold the folder for one process; a second one gets an `InputError`, or its turn."
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder)/".lock", "w") as lock:
+    with open(Path(folder)/".lock", "a") as lock:
         try: fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError: raise InputError(f"{folder} is in use by another run; wait for it or choose another --out") from None
         yield

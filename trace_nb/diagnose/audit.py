@@ -416,7 +416,7 @@ def reweighted_gap(sample: Sample, verdicts: dict, seed: int = 0) -> "pd.DataFra
         rows.append({"capability": name, "coverage": coverage, "gap": float(gap)} | after)
     return pd.DataFrame(rows, columns=["capability", "coverage", "coverage_audited", "gap", "gap_audited", "low", "high"])
 
-# %% ../../nbs/diagnose/07_audit.ipynb #da591f2a
+# %% ../../nbs/diagnose/07_audit.ipynb #be10c8ef
 def _rows(folder: Path, runs: list) -> list[dict]:
     "The rows of a labels folder, from labels.jsonl or else from the lists of its runs."
     path = folder/"labels.jsonl"
@@ -424,12 +424,20 @@ def _rows(folder: Path, runs: list) -> list[dict]:
         return [{"id": id, "capability": c, "label": kind, "run": run["run"]} for run in runs for c, lists in run["labels"].items()
                 for kind in LABELS for side in ("failed", "passed") for id in lists[f"{kind.lower()}_{side}"]]
     rows = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip(): continue
         try: rows.append(json.loads(line))
         except ValueError: raise InputError(f"{path}, line {n}: not valid JSON; label again with `trace-nb label`") from None
         if not _sound(rows[-1]):
             raise InputError(f"{path}, line {n}: no row with id, capability, label, and perhaps run, evidence and span; label again with `trace-nb label`")
+    _check_count(folder/"manifest.json", path, len(rows))
     return rows
+
+def _check_count(manifest, path, found):
+    "Rows that were lost or are another folder's do not go unnoticed."
+    counts = read_json(manifest).get("labels") if manifest.exists() else None
+    told = sum(n for of in counts.values() for n in of.values()) if isinstance(counts, dict) else found
+    if told != found: raise InputError(f"{path}: holds {found} labels, its manifest.json counts {told}; label again with `trace-nb label`")
 
 # %% ../../nbs/diagnose/07_audit.ipynb #29282395
 def _sound(row) -> bool:
@@ -454,12 +462,13 @@ def _descriptions(labels) -> dict:
     rows = given.get("candidates") if isinstance(given, dict) else None
     return {c["name"]: str(c.get("description", "")) for c in rows or [] if isinstance(c, dict) and "name" in c} or CANDIDATES
 
-# %% ../../nbs/diagnose/07_audit.ipynb #9e7bd456
+# %% ../../nbs/diagnose/07_audit.ipynb #bd480c3a
 def audit_labels(labels,       # folder of label files
                  trajectories, # the file that was labelled
                  out="audit.html", n: int = 96, seed: int = 0) -> str: # what to print
     "Draw a sample of a labels folder and write the page to judge it."
     if Path(out).suffix != ".html": raise InputError(f"{out} is no name for a page; let it end in .html, nothing was written")
+    if Path(out).exists() and Path(trajectories).exists() and Path(out).samefile(trajectories): raise InputError(f"{out}: would overwrite the trajectories; give another --out")
     sample = sample_pairs(_folder_pairs(labels), n, seed)
     write_audit(sample, read_log(trajectories)[0], out, _descriptions(labels))
     return (f"{len(sample.pairs)} of {sum(sample.sizes.values())} labels drawn from {len(sample.sizes)} groups of capability, label and agreement\n"
@@ -479,21 +488,21 @@ def _audited_sample(labels, path) -> tuple:
 # %% ../../nbs/diagnose/07_audit.ipynb #d72e9852
 def _number(value): return "undefined" if math.isnan(value) else f"{value:.2f}"
 
-# %% ../../nbs/diagnose/07_audit.ipynb #a79fb771
+# %% ../../nbs/diagnose/07_audit.ipynb #03cd142c
 def _line(result, gap, wide):
     "One capability of the report."
     between = lambda low, high: "" if math.isnan(low) else f"{low:.2f} to {high:.2f}"
     own = [f"{result.judged:>7}", f"{result.lacking:>8}", f"{_number(result.precision):>10}", f"{between(result.low, result.high):>13}"]
-    if gap is not None: own += [f"{_number(gap[k]):>10}" for k in ("coverage", "coverage_audited", "gap", "gap_audited")] + [f"{between(gap.low, gap.high):>14}"]
+    if gap is not None: own += [f"{_number(gap[k]):>10}" for k in ("coverage", "coverage_audited", "gap", "gap_audited")] + [f"{between(gap.low, gap.high):>16}"]
     return f"{result.capability:<{wide}}" + "".join(own).rstrip()
 
-# %% ../../nbs/diagnose/07_audit.ipynb #910c97b9
+# %% ../../nbs/diagnose/07_audit.ipynb #da8a140c
 def audit_report(labels, verdicts) -> str: # what to print
     "Precision of LACKING, and coverage and gap before and after the audit."
     sample, given = _audited_sample(labels, verdicts)
     results, gaps = audit_result(sample, given), reweighted_gap(sample, given).set_index("capability")
     wide = max(map(len, results.capability)) + 1
-    names = {"judged": 7, "LACKING": 8, "precision": 10, "interval": 13, "coverage": 10, "audited": 10, "gap": 10, "audited ": 10, "interval ": 14}
+    names = {"judged": 7, "LACKING": 8, "precision": 10, "interval": 13, "coverage": 10, "audited": 10, "gap": 10, "audited ": 10, "interval ": 16}
     head = f"{'capability':<{wide}}" + "".join(f"{name.strip():>{size}}" for name, size in names.items())
     lines = [_line(r, gaps.loc[r.capability] if r.capability in gaps.index else None, wide) for r in results.itertuples()]
     return "\n".join([f"{len(given)} of {len(sample.pairs)} pairs judged, sampled from {sum(sample.sizes.values())}", head, *lines,

@@ -73,7 +73,7 @@ def _left_early(trajectory):
 AS_AGENT = re.compile(r"\bhow (can|may) I (help|assist) you\b", re.I)
 USER_ID = re.compile(r"\b[a-z]+_[a-z]+_\d{4}\b")
 
-# %% ../../nbs/diagnose/02_faults.ipynb #bf8970b6
+# %% ../../nbs/diagnose/02_faults.ipynb #6ba5fc47
 def _out_of_role(trajectory):
     "The user speaks as the agent, or contradicts the task about who it is."
     own, named = trajectory.metadata.get("user_id"), {}
@@ -81,7 +81,7 @@ def _out_of_role(trajectory):
         if m["role"] != "user": continue
         if AS_AGENT.search(_said(m)): return f"out of role: the user speaks as the agent in message {i}"
         for id in USER_ID.findall(_said(m)): named.setdefault(id, i)
-    if own and named and own not in named: return f"contradicts its task: message {min(named.values())} names {min(named, key=named.get)}, the task is {own}'s"
+    if isinstance(own, str) and own and named and own not in named: return f"contradicts its task: message {min(named.values())} names {min(named, key=named.get)}, the task is {own}'s"
 
 # %% ../../nbs/diagnose/02_faults.ipynb #94dcd097
 OFFER = re.compile(r"\b(shall|should) I\b|\b(may|can) I (proceed|go ahead)|\bI (can|could) (now )?(proceed|go ahead)|\bwould you like me to\b|"

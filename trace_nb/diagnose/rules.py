@@ -584,15 +584,16 @@ def _invented(arguments, seen):
     if number and _digits(number)[-7:] not in _digits(seen): return number
     return next((x for x in _ids_in(arguments) if x.lower().lstrip("#") not in seen), None)
 
-# %% ../../nbs/diagnose/03_rules.ipynb #61cc0183
+# %% ../../nbs/diagnose/03_rules.ipynb #9ec93207
 def _misfit(case, call):
     "Why a call does not fit its tool's schema, or None."
     if UNPARSED in call.arguments: return "has arguments that are not JSON"
     unknown = case.schemas and call.name not in case.schemas or "not found" in call.result and call.result.startswith("Error: Tool")
     if unknown: return "names a tool that does not exist"
     schema = case.schemas.get(call.name, {})
-    missing = [k for k in schema.get("required", []) if k not in call.arguments]
-    extra = [k for k in call.arguments if "properties" in schema and k not in schema["properties"]]
+    required, properties = schema.get("required"), schema.get("properties")
+    missing = [k for k in required if k not in call.arguments] if isinstance(required, list) else []
+    extra = [k for k in call.arguments if k not in properties] if isinstance(properties, dict) else []
     return f"lacks {missing[0]}" if missing else f"holds {extra[0]}, which the tool does not take" if extra else None
 
 # %% ../../nbs/diagnose/03_rules.ipynb #6fcea123

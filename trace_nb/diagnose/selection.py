@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['TOLERANCE', 'ABSENT', 'MISSING', 'NA', 'PRESENT', 'LACKING', 'CODES', 'MINIMUM_SUPPORT', 'MOST_CLUSTERS', 'LEVEL',
-           'MOST_MISSING', 'LEAST_AGREEMENT', 'COLUMNS', 'FAINT', 'error_rate', 'contrastive_gap', 'coverage',
-           'judge_run', 'runs_needed', 'LabelTable', 'task_of', 'label_table', 'label_counts', 'majority', 'examples',
-           'bootstrap', 'missing_share', 'select', 'simulate_runs', 'power_table', 'benchmark', 'selection_table',
-           'plot_coverage_gap', 'plot_stability', 'plot_agreement', 'plot_deficit_cooccurrence', 'named', 'select_dir']
+           'MOST_MISSING', 'LEAST_AGREEMENT', 'COLUMNS', 'FAINT', 'OWN_FILES', 'error_rate', 'contrastive_gap',
+           'coverage', 'judge_run', 'runs_needed', 'LabelTable', 'task_of', 'label_table', 'label_counts', 'majority',
+           'examples', 'bootstrap', 'missing_share', 'select', 'simulate_runs', 'power_table', 'benchmark',
+           'selection_table', 'plot_coverage_gap', 'plot_stability', 'plot_agreement', 'plot_deficit_cooccurrence',
+           'named', 'free_place', 'select_dir']
 
-# %% ../../nbs/diagnose/06_selection.ipynb #f86ebbcb
+# %% ../../nbs/diagnose/06_selection.ipynb #786a6138
 import math, statistics, textwrap
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from ..core.statistics import (benjamini_hochberg, cluster_weights, fleiss_kappa, krippendorff_alpha,
                                       minimum_detectable_difference, wilson)
-from ..core.trajectory import InputError, trajectory_id, writable, write_json
+from ..core.trajectory import InputError, read_json, trajectory_id, writable, write_json
 from .labeling import CANDIDATES, RUN_FILE, read_label_runs
 
 # %% ../../nbs/diagnose/06_selection.ipynb #72ea4495
@@ -612,12 +613,14 @@ def plot_deficit_cooccurrence(rows, # as in labels.jsonl
     ax.set(xlabel="", ylabel="lacking (trajectories)")
     return ax
 
-# %% ../../nbs/diagnose/06_selection.ipynb #11999dd1
+# %% ../../nbs/diagnose/06_selection.ipynb #434c4cb1
 def named(result: dict, # of `select`
           candidates    # path of a candidates file; nothing happens where there is none
          ) -> dict:
     "Put in the descriptions of a candidates file, and take negative controls out of the selection."
-    if not Path(candidates).exists(): return result
+    manifest = Path(candidates).with_name("manifest.json")
+    left_over = manifest.exists() and "candidates" not in read_json(manifest)     # of an earlier labeling
+    if not Path(candidates).exists() or left_over: return result
     from trace_nb.diagnose.analyst import read_candidates
     known = {c.name: c for c in read_candidates(candidates)}
     for entry in result["capabilities"]:
@@ -626,14 +629,21 @@ def named(result: dict, # of `select`
         entry["selected"] = entry["selected"] and not entry["control"]
     return result
 
-# %% ../../nbs/diagnose/06_selection.ipynb #ace1034f
+# %% ../../nbs/diagnose/06_selection.ipynb #558b1e13
+OWN_FILES = ("labels.jsonl", "manifest.json", "candidates.json", "answers.sqlite")
+
+def free_place(out, labels) -> None:
+    "Refuse an output path that is a file of the labels folder."
+    place = writable(out)
+    if place.parent == Path(labels).resolve() and (RUN_FILE.fullmatch(place.name) or place.name in OWN_FILES):
+        raise InputError(f"{out} would overwrite a label file; give another place")
+
+# %% ../../nbs/diagnose/06_selection.ipynb #68e629b7
 def select_dir(labels, # folder of label files
                rho: float = .10, delta: float = .20, required: int = 8,
                out="selected_capabilities.json", seed: int = 0) -> str: # what to print
     "Select from a folder of label files and write the ranking."
-    place = writable(out)
-    if place.parent == Path(labels).resolve() and (RUN_FILE.fullmatch(place.name) or place.name in ("labels.jsonl", "manifest.json")):
-        raise InputError(f"{out} would overwrite a label file; give another --out")
-    result = named(select(read_label_runs(labels), rho, delta, required, seed=seed), Path(labels)/"candidates.json")
-    write_json(result, out)
+    free_place(out, labels)
+    result = select(read_label_runs(labels), rho, delta, required, seed=seed)
+    write_json(named(result, Path(labels)/"candidates.json"), out)
     return f"{selection_table(result)}\nwritten to {out}"
