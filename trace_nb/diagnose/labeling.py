@@ -6,8 +6,8 @@
 __all__ = ['RUN_FILE', 'SIDES', 'ANALYSTS', 'outcome', 'label_rows', 'sampled_tasks', 'label_runs', 'write_labels', 'check_run',
            'read_label_runs', 'label_file']
 
-# %% ../../nbs/diagnose/04_labeling.ipynb #a0852b0c
-import json, random, re
+# %% ../../nbs/diagnose/04_labeling.ipynb #bcc17d6b
+import json, os, random, re, tempfile
 from sys import intern
 from collections import Counter
 from dataclasses import replace
@@ -56,7 +56,7 @@ def _run(number, judged, tasks, by_capability):
     return {"run": number, "totals": {f"total_{side}": len(found) for side, found in ids.items()},
             "labels": {capability: lists(labels) for capability, labels in by_capability.items()}}
 
-# %% ../../nbs/diagnose/04_labeling.ipynb #828da835
+# %% ../../nbs/diagnose/04_labeling.ipynb #030d44cb
 RUN_FILE = re.compile(r"run_\d+\.json")
 
 def write_labels(runs: list, rows: list, folder, # made when missing
@@ -66,13 +66,16 @@ def write_labels(runs: list, rows: list, folder, # made when missing
     with only_one(folder, wait=True): _write_all(runs, rows, Path(folder), facts)
 
 def _write_all(runs, rows, folder, facts):
+    "Everything is written beside the old files first, so that a full disk costs none of them."
     names = [f"run_{run['run']:02}.json" for run in runs]
-    write_json({"incomplete": True, "files": names}, folder/"manifest.json")
-    for name, run in zip(names, runs): write_json(run, folder/name)
-    for old in folder.iterdir():
-        if RUN_FILE.fullmatch(old.name) and old.name not in names: old.unlink()
-    with writing(folder/"labels.jsonl") as f: f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_json({**facts, "runs": len(runs), "files": names, "labels": _label_counts(rows)}, folder/"manifest.json")
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as new:
+        for name, run in zip(names, runs): write_json(run, Path(new, name))
+        with writing(Path(new, "labels.jsonl")) as f: f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_json({**facts, "runs": len(runs), "files": names, "labels": _label_counts(rows)}, Path(new, "manifest.json"))
+        write_json({"incomplete": True, "files": names}, folder/"manifest.json")
+        for old in folder.iterdir():
+            if RUN_FILE.fullmatch(old.name) and old.name not in names: old.unlink()
+        for name in (*names, "labels.jsonl", "manifest.json"): os.replace(Path(new, name), folder/name)
 
 # %% ../../nbs/diagnose/04_labeling.ipynb #dfefaa1b
 def _label_counts(rows):
