@@ -10,7 +10,7 @@ from trace_nb.core.environment import finish, replay
 from trace_nb.core.trajectory import InputError, calls, data_folder, read_json
 from trace_nb.diagnose.labeling import CANDIDATES, LABELS, label_rows, label_runs
 from trace_nb.diagnose.logs import read_log
-from trace_nb.diagnose.rules import ERROR, PHONE_TOOLS, case_of, evidence_text, label, review_table
+from trace_nb.diagnose.rules import PHONE_TOOLS, case_of, evidence_text, label, review_table
 from trace_nb.diagnose.selection import select
 from trace_nb.targets.desk import desk_tasks
 from trace_nb.targets.phone import Phone
@@ -89,7 +89,7 @@ def played(change=lambda steps, episode: steps):
 
 def gives_up(steps, gold):
     "Stop with an apology at the first call that fails."
-    failed = next((n for n, call in enumerate(calls(gold)) if ERROR.match(call.result)), None)
+    failed = next((n for n, call in enumerate(calls(gold)) if call.error), None)
     if failed is None: return None
     nth = [n for n, step in enumerate(steps) if isinstance(step, dict)][failed]
     return [*steps[:nth + 1], "Sorry, that did not work."]

@@ -171,7 +171,7 @@ def _client(url, key_variable, timeout):
     from openai import OpenAI
     return OpenAI(base_url=url, api_key=_key(key_variable), timeout=timeout, max_retries=0)
 
-# %% ../../nbs/core/06_endpoint.ipynb #6cbbb874
+# %% ../../nbs/core/06_endpoint.ipynb #8a327845
 def ask(self, messages: list, sample=0, # see `request_key`
         schema: dict | None = None, # JSON schema that the answer should follow
         max_tokens: int = 1024, # of the answer
@@ -189,9 +189,9 @@ def ask(self, messages: list, sample=0, # see `request_key`
     return Answer(**self.cache.put(key, asdict(replace(answer, text=self._without_key(answer.text)))))
 
 def _without_key(self, text):
-    "A server that repeats the key must not put it into a file."
+    "A server that repeats the key must not put it into a file or a message."
     key = os.environ.get(self.key_variable, "").strip()
-    return text.replace(key, "[key]") if key else text
+    return text.replace(key, "***") if key else text
 
 Endpoint._without_key = _without_key
 Endpoint.ask = ask
@@ -300,11 +300,11 @@ def _answer(completion, estimate) -> Answer:
     text, usage = str(choices[0].message.content or ""), completion.usage
     return Answer(text, choices[0].finish_reason, getattr(usage, "prompt_tokens", None) or estimate, getattr(usage, "completion_tokens", None) or estimated_tokens(text))
 
-# %% ../../nbs/core/06_endpoint.ipynb #7e7654d3
+# %% ../../nbs/core/06_endpoint.ipynb #9bd0c134
 def _fault(self, error) -> InputError:
     "The last attempt's fault in one line, without the key."
     status, kept = getattr(error, "status_code", None), f"answers so far are kept in {self.cache.path}"
-    said = " ".join(str(getattr(error, "message", error)).replace(_key(self.key_variable), "***").split())[:160]
+    said = " ".join(self._without_key(str(getattr(error, "message", error))).split())[:160]
     if status in (401, 403): return InputError(f"{self.address}: the key in ${self.key_variable} is refused ({status}); {kept}: set the right key and run again")
     if status == 404: return InputError(f"{self.address}: no model {self.model!r} at this address ({said}); {kept}: check both and run again")
     if "insufficient_quota" in str(error): return InputError(f"{self.address}: the account has no quota left; {kept}: add some and run again")

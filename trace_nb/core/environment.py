@@ -115,11 +115,11 @@ def reward_func(completions, environments=None, **row):
         if last["role"] == "assistant" and not last.get("tool_calls"): environment._reply(last.get("content") or "")
     return [None] * len(completions)
 
-# %% ../../nbs/core/01_environment.ipynb #52855b76
+# %% ../../nbs/core/01_environment.ipynb #2dfae001
 def contract_faults(environment_class) -> list[str]:
     "What an environment class lacks (empty when it keeps the contract)."
     faults = [f"no class attribute {n}" for n in ("capability", "domain", "max_turns", "policy_text") if not hasattr(environment_class, n)]
     faults += [f"no method {n}" for n in ("reset", "get_reward", "_reply", "_parts", "_oracle") if not callable(getattr(environment_class, n, None))]
     try: tool_schemas(environment_class)
     except Exception as e: faults.append(f"a tool has no usable schema: {e}")
-    return faults
+    return faults + ([] if tool_names(environment_class) else ["no tool: give it public methods"])

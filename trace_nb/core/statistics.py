@@ -85,25 +85,26 @@ def mcnemar(gained: int, # tasks failed by one method and solved by the other
     from statsmodels.stats.contingency_tables import mcnemar as test
     return float(test([[0, gained], [lost, 0]], exact=True).pvalue) if gained + lost else 1.0
 
-# %% ../../nbs/core/04_statistics.ipynb #31159a9a
+# %% ../../nbs/core/04_statistics.ipynb #4a5ceff1
 def holm(ps: list # p values; None and nan stay what they are and do not count
         ) -> list: # adjusted, in the same order
     "Holm's step-down adjustment (Holm 1979), from statsmodels."
     from statsmodels.stats.multitest import multipletests
+    return _adjusted(ps, lambda known: multipletests(known, method="holm")[1])
+
+def _adjusted(ps, adjust):
+    "The list with its defined values adjusted together."
     known = [i for i, p in enumerate(ps) if p is not None and not math.isnan(p)]
     adjusted = list(ps)
-    for i, p in zip(known, multipletests([ps[i] for i in known], method="holm")[1] if known else []): adjusted[i] = float(p)
+    for i, p in zip(known, adjust([ps[i] for i in known]) if known else []): adjusted[i] = float(p)
     return adjusted
 
-# %% ../../nbs/core/04_statistics.ipynb #88067556
+# %% ../../nbs/core/04_statistics.ipynb #cf9b3d5d
 def benjamini_hochberg(ps: list # p values; None and nan stay what they are and do not count
                       ) -> list: # q values, in the same order
     "False-discovery adjustment (Benjamini and Hochberg 1995), from scipy."
     from scipy.stats import false_discovery_control
-    known = [i for i, p in enumerate(ps) if p is not None and not math.isnan(p)]
-    adjusted = list(ps)
-    for i, q in zip(known, false_discovery_control([ps[i] for i in known]) if known else []): adjusted[i] = float(q)
-    return adjusted
+    return _adjusted(ps, false_discovery_control)
 
 # %% ../../nbs/core/04_statistics.ipynb #b7b0ccc5
 def _counts(df, k, by):

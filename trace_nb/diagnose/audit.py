@@ -7,7 +7,7 @@ __all__ = ['KEY', 'CONVERSATION_CSS', 'ANSWERS', 'HELP', 'BUTTONS', 'labelled_pa
            'evidence_span', 'show_pair', 'write_audit', 'read_verdicts', 'judged_pairs', 'audit_result',
            'reweighted_gap', 'audit_labels', 'audit_report']
 
-# %% ../../nbs/diagnose/07_audit.ipynb #3a99f7da
+# %% ../../nbs/diagnose/07_audit.ipynb #4cdb075c
 import hashlib, json, math, random, re
 from collections import Counter
 from base64 import b64encode
@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 from fastcore.xml import Body, Button, Code, Details, Div, Fieldset, Footer, H1, H2, Head, Header, Html, Input, Label, Legend, Li, Main, Mark, Meta, NotStr
 from fastcore.xml import Noscript, Ol, P, Pre, Script, Section, Span, Style, Summary, Title, to_xml
-from ..core.trajectory import InputError, Trajectory, read_json, writing
+from ..core.trajectory import InputError, Trajectory, content_text, read_json, same_file, writing
 from ..core.statistics import wilson
+from .analyst import folder_candidates
 from .formats import SECRET
 from .labeling import CANDIDATES, LABELS, outcome, read_label_runs
 from .logs import read_log
@@ -116,16 +117,10 @@ def _blackened(text: str) -> str:
     text = re.sub(r'("([^"\n]*)": ")([^"\n]+)', lambda m: m[1] + ("█" * len(m[3]) if SECRET.search(m[2]) else m[3]), text)
     return KEY.sub(lambda m: "█" * len(m[0]), text)
 
-# %% ../../nbs/diagnose/07_audit.ipynb #c03d1a87
-def _words(content) -> str:
-    "The words of a message, whatever their shape."
-    if isinstance(content, list): return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
-    return "" if content is None else content if isinstance(content, str) else json.dumps(content)
-
-# %% ../../nbs/diagnose/07_audit.ipynb #c31d2ae3
+# %% ../../nbs/diagnose/07_audit.ipynb #d290493b
 def _parts(message) -> list[tuple]: # (place in the text that a span counts in, text, whether it is a call)
     "The words and the calls of a message."
-    words, parts, at = _words(message.get("content")), [], 0
+    words, parts, at = content_text(message.get("content")), [], 0
     texts = [(words, False)] * bool(words) + [(call_text(c["function"]["name"], c["function"]["arguments"]), True) for c in message.get("tool_calls") or []]
     for text, call in texts:
         parts.append((at, _blackened(text), call)); at += len(text) + 1
@@ -454,23 +449,16 @@ def _folder_pairs(labels) -> list[dict]:
     sides = {id: name.rpartition("_")[2] for run in runs for lists in run["labels"].values() for name, ids in lists.items() for id in ids}
     return labelled_pairs(_rows(Path(labels), runs), sides)
 
-# %% ../../nbs/diagnose/07_audit.ipynb #3ad479e7
-def _descriptions(labels) -> dict:
-    "What the capabilities mean: the folder's candidates.json, or the rules'."
-    path = Path(labels)/"candidates.json"
-    given = read_json(path) if path.exists() else {}
-    rows = given.get("candidates") if isinstance(given, dict) else None
-    return {c["name"]: str(c.get("description", "")) for c in rows or [] if isinstance(c, dict) and "name" in c} or CANDIDATES
-
-# %% ../../nbs/diagnose/07_audit.ipynb #bd480c3a
+# %% ../../nbs/diagnose/07_audit.ipynb #541caf24
 def audit_labels(labels,       # folder of label files
                  trajectories, # the file that was labelled
                  out="audit.html", n: int = 96, seed: int = 0) -> str: # what to print
     "Draw a sample of a labels folder and write the page to judge it."
     if Path(out).suffix != ".html": raise InputError(f"{out} is no name for a page; let it end in .html, nothing was written")
-    if Path(out).exists() and Path(trajectories).exists() and Path(out).samefile(trajectories): raise InputError(f"{out}: would overwrite the trajectories; give another --out")
+    if same_file(out, trajectories): raise InputError(f"{out}: would overwrite the trajectories; give another --out")
     sample = sample_pairs(_folder_pairs(labels), n, seed)
-    write_audit(sample, read_log(trajectories)[0], out, _descriptions(labels))
+    descriptions = {name: c.description for name, c in folder_candidates(labels).items()} or CANDIDATES
+    write_audit(sample, read_log(trajectories)[0], out, descriptions)
     return (f"{len(sample.pairs)} of {sum(sample.sizes.values())} labels drawn from {len(sample.sizes)} groups of capability, label and agreement\n"
             f"written to {out}; open it in a browser, judge, save, then: trace-nb audit {labels} --verdicts verdicts.json")
 

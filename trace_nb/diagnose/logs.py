@@ -6,13 +6,13 @@
 __all__ = ['PACKED', 'DECODER', 'LOG_SUFFIXES', 'EXPORTS', 'log_lines', 'json_records', 'parquet_records', 'eval_records',
            'log_records', 'empty_report', 'iter_log', 'read_log', 'import_log', 'export_log']
 
-# %% ../../nbs/diagnose/01_logs.ipynb #fad84de6
+# %% ../../nbs/diagnose/01_logs.ipynb #8442aaaa
 import gzip, json, lzma, re, zlib
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from ..core.trajectory import InputError, trajectory_id, writing
+from ..core.trajectory import InputError, same_file, trajectory_id, writing
 from .formats import read_record, to_atif, to_messages, to_own
 
 # %% ../../nbs/diagnose/01_logs.ipynb #3f258ed6
@@ -243,7 +243,7 @@ def read_log(path, # any known log
     report = empty_report()
     return list(iter_log(path, report, skip_bad)), report
 
-# %% ../../nbs/diagnose/01_logs.ipynb #b7097976
+# %% ../../nbs/diagnose/01_logs.ipynb #103636ac
 EXPORTS = {"jsonl": to_own, "messages": to_messages, "atif": to_atif}
 
 def _check_places(log, out, to):
@@ -251,7 +251,7 @@ def _check_places(log, out, to):
     log, out = Path(log), Path(out)
     if to not in EXPORTS: raise InputError(f"unknown format {to!r} to write; known: {', '.join(EXPORTS)}")
     if out.suffix == ".parquet" and to != "messages": raise InputError(f"{out}: a parquet file holds a messages dataset; add --to messages")
-    if out.exists() and log.exists() and out.samefile(log): raise InputError(f"{out}: would overwrite the log itself; give another --out")
+    if same_file(out, log): raise InputError(f"{out}: would overwrite the log itself; give another --out")
     if log.is_dir() and out.resolve().is_relative_to(log.resolve()): raise InputError(f"{out}: lies in the folder that is read; give another --out")
 
 # %% ../../nbs/diagnose/01_logs.ipynb #824f4596

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['TOLERANCE', 'ABSENT', 'MISSING', 'NA', 'PRESENT', 'LACKING', 'CODES', 'MINIMUM_SUPPORT', 'MOST_CLUSTERS', 'LEVEL',
-           'MOST_MISSING', 'LEAST_AGREEMENT', 'COLUMNS', 'FAINT', 'OWN_FILES', 'error_rate', 'contrastive_gap',
-           'coverage', 'judge_run', 'runs_needed', 'LabelTable', 'task_of', 'label_table', 'label_counts', 'majority',
-           'examples', 'bootstrap', 'missing_share', 'select', 'simulate_runs', 'power_table', 'benchmark',
-           'selection_table', 'plot_coverage_gap', 'plot_stability', 'plot_agreement', 'plot_deficit_cooccurrence',
-           'named', 'free_place', 'select_dir']
+           'LEAST_AGREEMENT', 'COLUMNS', 'FAINT', 'OWN_FILES', 'error_rate', 'contrastive_gap', 'coverage', 'judge_run',
+           'runs_needed', 'LabelTable', 'task_of', 'label_table', 'label_counts', 'majority', 'examples', 'bootstrap',
+           'missing_share', 'select', 'simulate_runs', 'power_table', 'benchmark', 'selection_table',
+           'plot_coverage_gap', 'plot_stability', 'plot_agreement', 'plot_deficit_cooccurrence', 'named', 'free_place',
+           'select_dir']
 
-# %% ../../nbs/diagnose/06_selection.ipynb #786a6138
+# %% ../../nbs/diagnose/06_selection.ipynb #1aa3c4f5
 import math, statistics, textwrap
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from ..core.statistics import (benjamini_hochberg, cluster_weights, fleiss_kappa, krippendorff_alpha,
                                       minimum_detectable_difference, wilson)
-from ..core.trajectory import InputError, read_json, trajectory_id, writable, write_json
-from .labeling import CANDIDATES, RUN_FILE, read_label_runs
+from ..core.trajectory import InputError, trajectory_id, writable, write_json
+from .labeling import CANDIDATES, MOST_MISSING, RUN_FILE, read_label_runs
 
 # %% ../../nbs/diagnose/06_selection.ipynb #72ea4495
 def error_rate(lists: dict, # a capability's id lists in one run
@@ -282,9 +282,7 @@ def _detectable_gap(table, labels, support, candidates):
     er_passed = int((~table.failed & (labels == LACKING)).sum()) / support["passed"]
     return minimum_detectable_difference(support["failed_tasks"], support["passed_tasks"], er_passed, alpha=.05 / candidates)
 
-# %% ../../nbs/diagnose/06_selection.ipynb #a7eafb44
-MOST_MISSING = .02
-
+# %% ../../nbs/diagnose/06_selection.ipynb #4aaf3402
 def missing_share(run: dict) -> float:
     "Share of a run's (trajectory, capability) pairs whose label is missing."
     missing = sum(len(lists.get(f"missing_{side}", [])) for lists in run["labels"].values() for side in ("failed", "passed"))
@@ -295,14 +293,14 @@ def _check_thresholds(rho, delta):
     for name, value, low in (("rho", rho, 0), ("delta", delta, -1)):
         if not low <= value <= 1: raise InputError(f"--{name} is {value}; it must lie between {low} and 1")
 
-# %% ../../nbs/diagnose/06_selection.ipynb #71825ccc
+# %% ../../nbs/diagnose/06_selection.ipynb #8bb9069b
 def _valid_runs(runs, required):
     "The runs with enough labels, by number; too few of them are refused."
     if not runs: raise InputError("no runs to select from; make them with `trace-nb label`")
     if not any(sum(run["totals"].values()) for run in runs): raise InputError("the runs hold no trajectory; label some with `trace-nb label`")
     runs = sorted(runs, key=lambda run: run["run"])
     valid = [run for run in runs if missing_share(run) <= MOST_MISSING]
-    lost = ", ".join(str(run["run"]) for run in runs if missing_share(run) > MOST_MISSING)
+    lost = ", ".join(str(run["run"]) for run in runs if run not in valid)
     found = f"{len(valid)} runs" + (f" without run {lost}, where more than {MOST_MISSING:.0%} of the labels are missing" if lost else "")
     if not valid: raise InputError(f"there are {found}; label again")
     if not 1 <= required <= len(valid):
@@ -344,7 +342,7 @@ def _entry(runs, table, counts, replicates, c, rho, delta, required):
     missing = float((table.codes[:, c] == MISSING).sum() / (table.codes[:, c] != ABSENT).sum())
     return entry | {"minimum_detectable_gap": detectable, "missing": missing, "status": _status(entry, required)}
 
-# %% ../../nbs/diagnose/06_selection.ipynb #b503e411
+# %% ../../nbs/diagnose/06_selection.ipynb #18c9c244
 def select(runs: list,          # as `label_runs` or `read_label_runs` return them
            rho: float = .10,    # least coverage
            delta: float = .20,  # least contrastive gap
@@ -359,7 +357,8 @@ def select(runs: list,          # as `label_runs` or `read_label_runs` return th
     note = _agreement_note(table, counts)
     entries = _with_q([_entry(valid, table, counts, drawn, c, rho, delta, required) | _agreement(counts[c], note) for c in range(len(counts))])
     result = {"capabilities": entries, "thresholds": {"rho": rho, "delta": delta, "required": required}, "seed": seed, "replicates": replicates}
-    return result | _context(runs, table, note) | {"warnings": _warnings(runs, entries)}
+    context = _context(runs, table, note)
+    return result | context | {"warnings": _warnings(context["runs"], entries)}
 
 # %% ../../nbs/diagnose/06_selection.ipynb #2d638e0d
 def _with_q(entries):
@@ -375,12 +374,12 @@ def _context(runs, table, note):
             "test": "Fisher" if table.single_trials else "cluster bootstrap", "agreement": note, "minimum_support": dict(MINIMUM_SUPPORT),
             "runs": [{"run": number, "missing": share, "valid": share <= MOST_MISSING} for number, share in sorted(shares.items())]}
 
-# %% ../../nbs/diagnose/06_selection.ipynb #16c03c57
+# %% ../../nbs/diagnose/06_selection.ipynb #3ced08ea
 LEAST_AGREEMENT = .4
 
-def _warnings(runs, entries):
+def _warnings(runs, entries): # runs as in `_context`
     "Runs left out, capabilities on which the runs hardly agree, and selections on too little evidence."
-    lost = [f"run {number} ({share:.1%})" for number, share in sorted((run["run"], missing_share(run)) for run in runs) if share > MOST_MISSING]
+    lost = [f"run {run['run']} ({run['missing']:.1%})" for run in runs if not run["valid"]]
     alphas = {e["name"]: min((e[k] for k in ("alpha", "alpha_lacking") if e[k] is not None), default=1) for e in entries}
     weak = [f"{name} ({alpha:.2f})" for name, alpha in alphas.items() if alpha < LEAST_AGREEMENT]
     thin = [e["name"] for e in entries if e["selected"] and e["status"] == "insufficient evidence"]
@@ -613,16 +612,13 @@ def plot_deficit_cooccurrence(rows, # as in labels.jsonl
     ax.set(xlabel="", ylabel="lacking (trajectories)")
     return ax
 
-# %% ../../nbs/diagnose/06_selection.ipynb #434c4cb1
+# %% ../../nbs/diagnose/06_selection.ipynb #d29545f3
 def named(result: dict, # of `select`
-          candidates    # path of a candidates file; nothing happens where there is none
+          labels        # folder that the labels are in
          ) -> dict:
-    "Put in the descriptions of a candidates file, and take negative controls out of the selection."
-    manifest = Path(candidates).with_name("manifest.json")
-    left_over = manifest.exists() and "candidates" not in read_json(manifest)     # of an earlier labeling
-    if not Path(candidates).exists() or left_over: return result
-    from trace_nb.diagnose.analyst import read_candidates
-    known = {c.name: c for c in read_candidates(candidates)}
+    "Put in the descriptions of a folder's own candidates, and take negative controls out of the selection."
+    from trace_nb.diagnose.analyst import folder_candidates
+    known = folder_candidates(labels)
     for entry in result["capabilities"]:
         if entry["name"] not in known: continue
         entry["description"], entry["control"] = known[entry["name"]].description, known[entry["name"]].control
@@ -638,12 +634,12 @@ def free_place(out, labels) -> None:
     if place.parent == Path(labels).resolve() and (RUN_FILE.fullmatch(place.name) or place.name in OWN_FILES):
         raise InputError(f"{out} would overwrite a label file; give another place")
 
-# %% ../../nbs/diagnose/06_selection.ipynb #68e629b7
+# %% ../../nbs/diagnose/06_selection.ipynb #70d30d68
 def select_dir(labels, # folder of label files
                rho: float = .10, delta: float = .20, required: int = 8,
                out="selected_capabilities.json", seed: int = 0) -> str: # what to print
     "Select from a folder of label files and write the ranking."
     free_place(out, labels)
     result = select(read_label_runs(labels), rho, delta, required, seed=seed)
-    write_json(named(result, Path(labels)/"candidates.json"), out)
+    write_json(named(result, labels), out)
     return f"{selection_table(result)}\nwritten to {out}"

@@ -9,12 +9,12 @@ __all__ = ['NAMES', 'BUILTINS', 'ATTRIBUTES', 'STATEMENTS', 'EXAMPLE', 'CONVENTI
            'named', 'judge', 'contract', 'named_failures', 'battery', 'complaint', 'attempts', 'provenance', 'keep',
            'generated', 'capabilities_in', 'shown', 'domain_of', 'generate']
 
-# %% ../../nbs/synthesize/04_generator.ipynb #87225ef9
+# %% ../../nbs/synthesize/04_generator.ipynb #9cb00538
 import ast, builtins, hashlib, json, re
 from collections import Counter
 from pathlib import Path
 from ..core.endpoint import Budget, Endpoint, ledger_text
-from ..core.environment import call_tool, contract_faults, replay, tool_names
+from ..core.environment import call_tool, contract_faults, replay
 from ..core.trajectory import InputError, data_folder, read_json, read_trajectories, write_json, writing
 from .sandbox import EnvironmentFault, MODULES, in_another_worker, mechanism, sandboxed
 
@@ -263,11 +263,10 @@ def judge(source: str, capability: str, domain: str, check) -> tuple: # faults, 
     except EnvironmentFault as e: return named("environment", [str(e)]), None
     return named_failures(report), report["checks"]
 
-# %% ../../nbs/synthesize/04_generator.ipynb #52be2e31
+# %% ../../nbs/synthesize/04_generator.ipynb #56db8cee
 def contract(cls, capability: str, domain: str) -> list[str]:
     "Where a class departs from the convention, or from what was asked."
-    found = contract_faults(cls) + ([] if tool_names(cls) else ["no tool: give it public methods"])
-    if found: return found
+    if found := contract_faults(cls): return found
     return [f"{n} is {getattr(cls, n)!r}, asked was {wanted!r}" for n, wanted in (("capability", capability), ("domain", domain)) if getattr(cls, n) != wanted]
 
 # %% ../../nbs/synthesize/04_generator.ipynb #f5dd5b9f

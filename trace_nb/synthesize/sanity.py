@@ -16,14 +16,14 @@ __all__ = ['THRESHOLDS', 'LEAST', 'LIBRARIES', 'KINDS', 'LOOKS', 'TRANSFERS', 'O
            'malformed_calls', 'costs', 'bounds', 'frame', 'base_success', 'training_signal', 'truncation', 'run_check',
            'checks', 'check_environment', 'failed', 'check_table', 'plot_checks', 'load_class', 'check']
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #9dea6893
+# %% ../../nbs/synthesize/01_sanity.ipynb #c32b02e2
 import ast, datetime, functools, importlib, importlib.util, inspect, itertools, json, math, os, random, re
 import signal, subprocess, sys, sysconfig, textwrap, threading, time, traceback
 from contextlib import contextmanager
 from pathlib import Path
 from ..core.environment import SUCCESS, Episode, as_message, call_tool, contract_faults, tool_names, tool_schemas
 from ..core.statistics import cluster_interval
-from ..core.trajectory import InputError, is_error, writable, write_json
+from ..core.trajectory import InputError, is_error, same_file, writable, write_json
 from ..targets.interface import _is_error as is_target_error, declared_type, interface, interface_fidelity
 from .capabilities import ENVIRONMENTS, environments
 
@@ -834,11 +834,10 @@ def _one(name):
     if len(found) > 1: raise InputError(f"{name!r} names {len(found)} environments; check them one by one: {', '.join(c.__name__ for c in found)}")
     return found[0]
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #301fbea9
+# %% ../../nbs/synthesize/01_sanity.ipynb #db76f4a6
 def _kept(cls, where):
     "The class, if it keeps the convention."
-    faults = contract_faults(cls) + ([] if tool_names(cls) else ["no tool: give it public methods"])
-    if faults: raise InputError(f"{where}: not an environment ({'; '.join(faults)}), nothing was checked; nbs/core/01_environment.ipynb shows a whole one")
+    if faults := contract_faults(cls): raise InputError(f"{where}: not an environment ({'; '.join(faults)}), nothing was checked; nbs/core/01_environment.ipynb shows a whole one")
     return cls
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #04038b2a
@@ -945,14 +944,14 @@ def _unreached(found, done):
     how = f"the process ended with exit code {done.returncode}" + (f": {last.strip()[:200]}" if last else "")
     return [_record(n, None, None if i else False, f"skipped: {left[0]} ended the process" if i else how) for i, n in enumerate(left)]
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #8e3f6d1c
+# %% ../../nbs/synthesize/01_sanity.ipynb #0ca54f4c
 def check(name: str, # an environment, a capability, or file.py:Class
           policy: str = "", # for the last three checks
           json: str = "", # write the result here
           seed: int = 0 # of the policy's sampling
          ) -> tuple[str, int]: # text, exit code
     "Check one environment, or all of a capability."
-    if json: writable(json)
+    if json and same_file(writable(json), name.rpartition(":")[0]): raise InputError(f"{json}: would overwrite the environment; give another --json")
     targets = [name] if ":" in name or name.endswith(".py") else environments(name)
     if name.endswith(".py"): raise InputError(f"{name}: which class? give {name}:Class")
     results = [check_environment(t, policy or None, seed=seed) for t in targets]

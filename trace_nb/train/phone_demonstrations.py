@@ -6,13 +6,13 @@
 __all__ = ['THOUGHTS', 'LACKING', 'PIECES', 'CATALOGUE', 'PHONE_WORLDS', 'PHONE_CORPUS', 'PHONE_RECIPE', 'script', 'demonstrate',
            'draw_lacks', 'copied_values', 'described', 'held_out']
 
-# %% ../../nbs/train/03_phone_demonstrations.ipynb #64307b83
+# %% ../../nbs/train/03_phone_demonstrations.ipynb #667dc96b
 import random, re
 from dataclasses import replace
 from ..core.environment import Episode, as_message
 from ..synthesize.datetime_reasoning import DatetimeReasoning
 from ..synthesize.permission_recovery import PermissionRecovery
-from .pocket import Corpus, Recipe
+from .pocket import CATALOGUE as DESK_CATALOGUE, Corpus, Recipe, spread
 from ..targets.phone import CALLS, KINDS, NEEDS, RECOVERY, SERVICE, SETS, SETTINGS, TIME, WEEKDAYS, Phone, When, moment, phone_tasks
 
 # %% ../../nbs/train/03_phone_demonstrations.ipynb #617a6f4c
@@ -93,12 +93,12 @@ def demonstrate(cls, seed: int, lacks: set, **row) -> Episode:
     for i, step in enumerate(script(episode.environment, lacks)): episode.step(as_message(step, i))
     return episode
 
-# %% ../../nbs/train/03_phone_demonstrations.ipynb #43d3dd39
+# %% ../../nbs/train/03_phone_demonstrations.ipynb #bd6ece84
 LACKING = {"permission": .8, "datetime": .8}
 
 def draw_lacks(seed: int) -> set:
     "What the demonstrator of one episode lacks: an even spread over consecutive seeds."
-    return {lack for (lack, share), step in zip(LACKING.items(), (.7548776662, .5698402910)) if seed * step % 1 < share}
+    return {lack for (lack, share), step in zip(LACKING.items(), spread(seed)) if step < share}
 
 # %% ../../nbs/train/03_phone_demonstrations.ipynb #525b5b27
 PIECES = r"\+1555|\d\d|\d|\b[PMR](?=\d{4})"
@@ -111,10 +111,10 @@ def copied_values() -> list[str]:
     words |= {*p.UNKNOWN, *p.holidays(2026), *p.WEEKDAYS, *d.CHORES, *(word for words in r.LINE for word in words)}
     return sorted(words, key=lambda word: (-len(word), word))
 
-# %% ../../nbs/train/03_phone_demonstrations.ipynb #6a091e8b
+# %% ../../nbs/train/03_phone_demonstrations.ipynb #399b4b39
 CATALOGUE = {"permission_error_recovery": ["When a tool refuses, remove the cause and try again, or tell the user why it cannot be done.", "Turn on what is off, then do what was asked."],
     "datetime_reasoning": ["Work out dates and times from the current time, and compare them rightly.", "Reckon with days, weeks and hours."],
-    "base": ["Answer a plain question that needs no special skill.", "Nothing special is needed."]}
+    "base": DESK_CATALOGUE["base"]}
 
 def described(rng, seed) -> list:
     "A capability's description with a request that needs it, as two messages."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LACKING', 'BLIND', 'TEMPLATE', 'SPECIAL', 'CALLS', 'RESPONSE', 'PIECES', 'FIRST_SEED', 'WORLDS', 'CATALOGUE', 'IDS',
-           'KEYS', 'DESK_CORPUS', 'draw_lacks', 'script', 'demonstrate', 'segments', 'names', 'pattern_of',
+           'KEYS', 'DESK_CORPUS', 'spread', 'draw_lacks', 'script', 'demonstrate', 'segments', 'names', 'pattern_of',
            'whole_values', 'described', 'Corpus', 'build_tokenizer', 'Row', 'add_text', 'demonstration_row',
            'described_row', 'list_row', 'key_row', 'recall_row', 'Recipe', 'build_model', 'rows_of_step',
            'microbatches', 'row_loss', 'orthogonalised', 'make_muon', 'optimizers', 'learning_rate', 'train_step',
@@ -19,12 +19,16 @@ from ..core.trajectory import write_json
 from ..synthesize.capabilities import ENVIRONMENTS, claim
 from ..targets.desk import DESK, NEEDS
 
-# %% ../../nbs/train/00_pocket.ipynb #e2f3762d
+# %% ../../nbs/train/00_pocket.ipynb #43f3f261
 LACKING = {"multi": .5, "blind": .25, "ignore": .5}     # blind and ignore exclude each other: 0.75 lack the check
+
+def spread(seed: int) -> tuple[float, float]:
+    "A point of the unit square; consecutive seeds cover it evenly."
+    return seed * .7548776662 % 1, seed * .5698402910 % 1
 
 def draw_lacks(seed: int) -> set:
     "What the demonstrator of one episode lacks: an even spread over consecutive seeds."
-    check, steps = seed * .7548776662 % 1, seed * .5698402910 % 1
+    check, steps = spread(seed)
     lacks = {"blind"} if check < LACKING["blind"] else {"ignore"} if check < LACKING["blind"] + LACKING["ignore"] else set()
     return lacks | ({"multi"} if steps < LACKING["multi"] else set())
 
