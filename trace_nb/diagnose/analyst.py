@@ -100,8 +100,8 @@ class Candidate:
 CONTROLS = [Candidate("polite_tone", "Stay polite and friendly in every message.", True),
             Candidate("fluent_language", "Write clear sentences without mistakes of grammar.", True)]
 
-# %% ../../nbs/diagnose/05_analyst.ipynb #25b646eb
-def _words(text): return re.sub(r"[^a-z0-9]+", " ", str(text).lower()).split()
+# %% ../../nbs/diagnose/05_analyst.ipynb #4c9e7cfa
+def _words(text): return re.sub(r"[\W_]+", " ", str(text).lower()).split()      # letters of any script
 
 def closeness(a: str, b: str) -> float: # in [0, 1]
     "How much two names, or two descriptions, have in common."

@@ -397,9 +397,9 @@ def _audited(counts, judged, failures, seed):
     low, high = np.nanpercentile(gaps, [2.5, 97.5]) if np.isfinite(gap) else (math.nan, math.nan)
     return {"coverage_audited": float(coverage), "gap_audited": float(gap), "low": float(low), "high": float(high)}
 
-# %% ../../nbs/diagnose/07_audit.ipynb #8266d717
+# %% ../../nbs/diagnose/07_audit.ipynb #ca3e7f40
 def reweighted_gap(sample: Sample, verdicts: dict, seed: int = 0) -> "pd.DataFrame": # one row a capability
-    "Coverage and gap by the majority labels and after the audit; undefined while a group of the capability is unjudged."
+    "Coverage and gap by the majority labels and after the audit; undefined while a group of the capability is unjudged, and without an interval while one verdict stands for many."
     import pandas as pd
     judged, rows = judged_pairs(sample, verdicts), []
     for name in sorted({c for c, _, _ in sample.sizes}):
@@ -408,6 +408,7 @@ def reweighted_gap(sample: Sample, verdicts: dict, seed: int = 0) -> "pd.DataFra
         coverage, gap = _rates(counts, failures)
         whole = {g for g in sample.sizes if g[0] == name} == set(own.group)
         after = _audited(counts, own, failures, seed) if whole else {}
+        if any(n == 1 < sample.sizes[g] for g, n in own.group.value_counts().items()): after |= dict.fromkeys(("low", "high"), math.nan)     # one verdict cannot vary
         rows.append({"capability": name, "coverage": coverage, "gap": float(gap)} | after)
     return pd.DataFrame(rows, columns=["capability", "coverage", "coverage_audited", "gap", "gap_audited", "low", "high"])
 

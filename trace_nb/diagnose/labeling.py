@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOST_MISSING', 'RUN_FILE', 'SIDES', 'ANALYSTS', 'outcome', 'label_rows', 'sampled_tasks', 'label_runs', 'label_lists',
-           'write_labels', 'check_run', 'read_label_runs', 'label_file']
+           'write_labels', 'check_run', 'read_label_runs', 'label_file', 'left_out_because']
 
 # %% ../../nbs/diagnose/04_labeling.ipynb #bcc17d6b
 import json, os, random, re, tempfile
@@ -194,7 +194,7 @@ def _check_candidates(folder, runs):
         absent = sorted(c for c in names if c not in run["labels"])
         if absent: raise InputError(f"{folder}, run {number}: no labels for {absent[0]}, which other runs have; label every candidate in every run")
 
-# %% ../../nbs/diagnose/04_labeling.ipynb #5fec84b6
+# %% ../../nbs/diagnose/04_labeling.ipynb #83e58de8
 ANALYSTS = {"rules": RuleAnalyst}
 
 def label_file(trajectories, # a trajectories file or any known log
@@ -207,11 +207,18 @@ def label_file(trajectories, # a trajectories file or any known log
     read, _ = read_log(trajectories)
     rows = label_rows(read, ANALYSTS[analyst]())
     facts = _counts(read) | {"analyst": analyst, "fraction": .8, "seed": seed}
-    try: write_labels(label_runs(read, runs, .8, seed, rows), rows, out, **facts)
+    try:
+        write_labels(label_runs(read, runs, .8, seed, rows), rows, out, **facts)
+        write_json({t.id: left_out_because(t) for t in read if outcome(t) is None}, Path(out)/"left_out.json")
     except OSError as e: raise InputError(f"{out}: cannot be written ({e.strerror}); choose another --out") from None
     return _labels_text(facts, rows, runs, out)
 
-# %% ../../nbs/diagnose/04_labeling.ipynb #8175a68e
+# %% ../../nbs/diagnose/04_labeling.ipynb #20083fb0
+def left_out_because(trajectory) -> str:
+    "Why a trajectory says nothing about the agent."
+    fault = attribution(trajectory)
+    return f"{fault.party}: {fault.reason}" if fault.party else "no verdict"
+
 def _counts(trajectories):
     "How many trajectories, tasks and outcomes there are, and whose fault the other failures were."
     found, parties = Counter(map(outcome, trajectories)), Counter(attribution(t).party for t in trajectories if outcome(t) is None)

@@ -338,8 +338,10 @@ def _acceptance(run):
     rows = [(r.get("name", name), r.get("description", ""), verdict(r), r.get("reason") or "", _metrics(r.get("metrics") or {})) for name, r in records]
     return [_table(["capability", "what it is", "verdict", "reason", "metrics"], rows, words=5)]
 
-# %% ../../nbs/evaluate/03_report.ipynb #b65f67c2
-def _metrics(metrics): return "; ".join(f"{k.replace('_', ' ')} {_short(_number(v))}" for k, v in metrics.items())
+# %% ../../nbs/evaluate/03_report.ipynb #c7e5103c
+def _metrics(metrics):
+    shown = lambda k, v: format_p(v) if k.endswith("_p") and isinstance(v, (int, float, type(None))) else _short(_number(v))
+    return "; ".join(f"{k.replace('_', ' ')} {shown(k, v)}" for k, v in metrics.items())
 
 # %% ../../nbs/evaluate/03_report.ipynb #bb972350
 ROUTING_FACTS = {"routed": "success, routed", "oracle": "success, oracle", "regret": "regret", "top1_in_gold": "choice in gold set"}
