@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'run', 'import_', 'label', 'select', 'audit', 'check', 'generate', 'evaluate', 'train', 'route', 'report',
-           'bench', 'usage', 'parse', 'main']
+           'bench', 'plan', 'compare', 'scale', 'gate', 'adapters', 'serve', 'usage', 'parse', 'main']
 
 # %% ../nbs/01_cli.ipynb #d6209b0d
 import math, os, sys, threading, warnings
@@ -143,14 +143,20 @@ def evaluate(target: str = "desk", # the world
     table = results_table(evaluate_policy(target, policy, split, trials, seed), seed=seed)
     _table(table_rows(table), json, format_table(table))
 
-# %% ../nbs/01_cli.ipynb #27eccdcd
-def train(capability: str, # a capability with environments
+# %% ../nbs/01_cli.ipynb #2a80f983
+def train(capability: str, # a capability with environments, the name of one, or file.py:Class
           model: str = "pocket", # the frozen base
-          out: str = "", # default: adapters/<capability>
-          steps: int = 14, groups: int = 8, group_size: int = 8, seed: int = 0):
+          out: str = "", # default: adapters/<capability>; a killed training goes on there
+          steps: int = 14,
+          groups: int = 0, group_size: int = 0, # tasks a step, rollouts of each; default: by the model's size
+          learning_rate: float = 0., # default: by the model's size
+          preset: str = "grpo", # of the loss: grpo (the paper's), dr_grpo or dapo
+          refill: int = 0, # rounds of fresh tasks in place of groups without signal
+          seed: int = 0):
     "Train one adapter with GRPO."
     from trace_nb.pipeline import train_alone
-    train_alone(capability, model, out or f"adapters/{capability}", steps, groups, group_size, seed, log=lambda line: print(line, flush=True))
+    sizes = {k: v for k, v in {"groups": groups, "group_size": group_size, "learning_rate": learning_rate, "refill": refill}.items() if v}
+    train_alone(capability, model, out, preset, {"steps": steps, "seed": seed, **sizes}, log=lambda line: print(line, flush=True))
 
 # %% ../nbs/01_cli.ipynb #3df7990a
 def route(folder: str, # a finished run
@@ -177,9 +183,104 @@ def bench(model: str = "pocket", # the model to time
     found = b.exactness(model, seed=seed)
     _table(b.bench_summary(rows), json, f"{b.bench_table(rows)}\ngreedy rollouts equal to generate(): {found['greedy_equal']:.0%}; largest log-probability difference {found['max_logp_difference']:.1e}")
 
-# %% ../nbs/01_cli.ipynb #8c01de6e
-COMMANDS = {"run": run, "import": import_, "label": label, "select": select, "audit": audit, "check": check, "generate": generate,
-            "evaluate": evaluate, "train": train, "route": route, "report": report, "bench": bench}
+# %% ../nbs/01_cli.ipynb #7bea3842
+def plan(model: str = "pocket", # a preset (pocket, smollm2_135m, qwen3_8b, paper_qwen3_30b), a folder, or a Hugging Face id
+         target: str = "", # the world; default: the preset's, and desk for other models
+         scale: str = "", # smoke, quick or paper
+         capabilities: int = 0, # adapters to train; default: the preset's
+         episode_tokens: int = 0, # tokens of an episode; default: measured, or the preset's assumption
+         tflops: float = 0., # peak of your devices together, for a time estimate
+         utilization: float = .3, # share of the peak that is reached
+         json: str = ""): # write the plan here
+    "Say what a run and every method of the comparison will cost, before it starts."
+    if json: writable(json)
+    from trace_nb import plan as p
+    from trace_nb.comparison import stated_rollouts, stated_table
+    from trace_nb.pipeline import Parameters
+    found = p.plan(model, target, scale, capabilities, episode_tokens, tflops, utilization)
+    parameters = Parameters(found["target"], model, found["scale"])
+    _table([found | {"methods": stated_rollouts(parameters, found["capabilities"])}], json, f"{p.plan_text(found)}\n\n{stated_table(parameters, found['capabilities'])}")
+
+# %% ../nbs/01_cli.ipynb #fb63f06a
+def compare(target: str = "desk", model: str = "pocket", scale: str = "quick",
+            seeds: str = "0,1,2", # one comparison each
+            methods: str = "", # rows, separated by commas; default: all
+            out: str = "runs/compare", # folder; a killed comparison goes on there
+            json: str = ""): # write the pooled table here too
+    "Run every method of the paper's tables on one budget, and test them against the base and against TRACE."
+    if json: writable(json)
+    from trace_nb import comparison as c
+    from trace_nb.pipeline import Parameters
+    result = c.compare_seeds(out, Parameters(target, model, scale), _numbers("--seeds", seeds), _names(methods) or tuple(c.ROWS), log=lambda line: print(line, flush=True))
+    _table(result["rows"], json, c.comparison_table(result, target) + f"\ntable, ledger and notes: {out}/comparison.json")
+
+# %% ../nbs/01_cli.ipynb #9b6c3abf
+def scale(target: str = "desk", model: str = "pocket", scale: str = "quick", seed: int = 0,
+          rollouts: str = "1280,2560,3840,5120", # of training
+          capabilities: str = "1,2,4,8,16", # distractors included
+          methods: str = "", # of routed, target_grpo, gepa; default: all
+          out: str = "runs/scaling", json: str = ""): # folder of scaling.jsonl; write its rows here too
+    "Measure success against rollouts and against capabilities; points that are there are skipped."
+    if json: writable(json)
+    from trace_nb import scaling as s
+    from trace_nb.pipeline import Parameters
+    rows = s.scale(out, Parameters(target, model, scale, seed), _numbers("--rollouts", rollouts), _numbers("--capabilities", capabilities), _names(methods) or tuple(s.POINTS), log=lambda line: print(line, flush=True))
+    _table(rows, json, "\n".join(f"{r['method']:24} {r['rollouts']:6} rollouts {r['capabilities']:2} capabilities {r['distractors']:2} distractors  {r['rate']:.3f} [{r['low']:.3f}, {r['high']:.3f}]" for r in rows))
+
+# %% ../nbs/01_cli.ipynb #ee23c2e3
+def _names(text): return tuple(filter(None, (n.strip() for n in text.split(","))))
+
+def _numbers(option, text) -> list[int]:
+    "Whole numbers from a list with commas."
+    try: found = [int(n) for n in _names(text)]
+    except ValueError: found = []
+    if not found or min(found) < 0: raise InputError(f"{option} is {text!r}; give whole numbers separated by commas, as in 0,1,2")
+    return list(dict.fromkeys(found))
+
+# %% ../nbs/01_cli.ipynb #628bc01b
+def gate(environment: str, # what the adapter was trained on: a capability, or file.py:Class
+         adapter: str, # its folder
+         model: str = "pocket", # the frozen base
+         target: str = "", # its train tasks must not fall; default: held-out seeds alone decide
+         held_out: int = 96, seed: int = 0, json: str = ""): # held-out seeds; write the verdict here
+    "Judge an adapter on seeds that it never saw; exit code 1 when it is rejected."
+    if json: writable(json)
+    from trace_nb.train.gate import gate_folder
+    found = gate_folder(environment, adapter, model, target, held_out, seed=seed)
+    m = found["metrics"]
+    low, high = m["held_out_gain_interval"]
+    _table([found], json, f"{'accepted' if found['accepted'] else 'rejected: ' + found['reason']}\nheld out: base {m['held_out_base']:.3f}, adapter {m['held_out_adapter']:.3f}, gain {m['held_out_gain']:+.3f} [{low:+.3f}, {high:+.3f}], noise {m['held_out_noise']:.3f}")
+    return 0 if found["accepted"] else 1
+
+def adapters(action: str, # list, similarity, merge, prune, save or load
+             folders: str, # a run, a folder of adapters, or adapters separated by commas; load: a folder or hf://owner/name
+             out: str = "", # what merge and load write, where save goes (a folder or hf://owner/name)
+             method: str = "core_tsv", # of merge: core_tsv, core_tsv_truncated, linear, ties, dare_linear, dare_ties
+             keep: int = 0, # prune: at most so many, best gain first
+             threshold: float = math.nan, # prune: move aside what is more alike than this (cosine)
+             seed: int = 0, public: bool = False, json: str = ""): # save: a public repository; write the rows here
+    "List, compare, merge, prune, save or load adapters."
+    if json: writable(json)
+    from trace_nb.adapt.library import library_command
+    text, rows = library_command(action, list(_names(folders)), out, method, keep=keep or None, threshold=None if math.isnan(threshold) else threshold, seed=seed, public=public)
+    _table(rows, json, text)
+
+# %% ../nbs/01_cli.ipynb #b3e4ef04
+def serve(adapters: str, # a run, or a folder of adapters
+          model: str = "pocket", # the frozen base
+          host: str = "127.0.0.1", port: int = 8000,
+          key_env: str = "", # environment variable with the key that clients must show
+          max_concurrent: int = 256, # requests at once; more get 429
+          upstream: str = "", # address of a server (vLLM) that has the adapters by name
+          upstream_model: str = ""): # the base's name there
+    "Serve base and adapters as one OpenAI-compatible endpoint that routes each conversation."
+    from trace_nb.adapt.serve import serve as start
+    start(adapters, model, host, port, key_env, max_concurrent, upstream, upstream_model, say=lambda line: print(line, flush=True))
+
+# %% ../nbs/01_cli.ipynb #075af5bd
+COMMANDS = {"run": run, "plan": plan, "compare": compare, "scale": scale, "import": import_, "label": label, "select": select, "audit": audit,
+            "check": check, "generate": generate, "evaluate": evaluate, "train": train, "gate": gate, "adapters": adapters, "route": route, "serve": serve,
+            "report": report, "bench": bench}
 
 def usage() -> str:
     "The commands with their first line of help."
@@ -196,7 +297,7 @@ def parse(name: str, argv: list[str]) -> dict:
     if (given.get("seed") or 0) < 0: raise InputError(f"--seed is {given['seed']}; it must be at least 0")
     return {k: v for k, v in given.items() if k not in ("pdb", "xtra")}
 
-# %% ../nbs/01_cli.ipynb #ec06ae48
+# %% ../nbs/01_cli.ipynb #c61c87b1
 def main(argv: list[str] | None = None) -> int:
     "The console script; returns the exit code."
     argv = sys.argv[1:] if argv is None else argv
@@ -211,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as e: return _fail(f"{e.filename or 'standard output'}: {e.strerror or e}; make room or choose another place")
 
 def _stopped(command):
-    code = _fail("stopped" + ("; finished stages are kept, the same command goes on from there" if command == "run" else ""), 130)
+    code = _fail("stopped" + ("; finished stages are kept, the same command goes on from there" if command in ("run", "compare", "scale") else ""), 130)
     if threading.active_count() > 1: os._exit(code)      # a thread that waits for a silent server would keep the process alive
     return code
 

@@ -398,14 +398,17 @@ def routed_agent(folder, tasks):
     policy = load_policy(run_model(folder), {c: Path(folder)/"adapters"/c for c in accepted_adapters(folder)})
     return policy, [None if c == "base" else c for c in chosen], "routed"
 
-# %% ../nbs/00_pipeline.ipynb #dd2b44b8
-def train_alone(capability, model, out, steps, groups, group_size, seed, log=print):
-    "Train one adapter outside a run; refuses to overwrite."
+# %% ../nbs/00_pipeline.ipynb #eaecee74
+def train_alone(capability, model, out, preset: str, changes: dict, log=print):
+    "Train one adapter outside a run; a finished one is not written over, a killed one goes on."
     from trace_nb.core.policy import load_model
-    from trace_nb.synthesize.capabilities import environments
-    from trace_nb.train.grpo import GRPOSettings, train_adapter
-    environments(capability)
-    if Path(out).exists(): raise InputError(f"{out} exists already; nothing was changed. Choose another --out")
-    settings = GRPOSettings(steps, groups, group_size, seed=seed)
-    train_adapter(*load_model(model), capability, out, settings, lambda r: log(f"step {r['step']} of {steps}: reward {r['reward']:.3f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}, {r['seconds']:.1f} s"))
-    log(f"adapter: {out}")
+    from trace_nb.train.grpo import PRESETS, default_settings, train_adapter
+    from trace_nb.train.tasks import adapter_name, environments_of
+    environments_of(capability)
+    if preset not in PRESETS: raise InputError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    out = Path(out or f"adapters/{adapter_name(capability)}")
+    if out.exists() and not (out/"checkpoint.pt").exists(): raise InputError(f"{out} exists already; nothing was changed. Choose another --out")
+    base, tokenizer = load_model(model)
+    settings = default_settings(base, **(PRESETS[preset] | changes))
+    train_adapter(base, tokenizer, capability, out, settings, lambda r: log(f"step {r['step']} of {settings.steps}: reward {r['reward']:.3f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}, {r['seconds']:.1f} s"))
+    log(f"adapter: {out}; judge it with `trace-nb gate {capability} {out} --model {model}`")
