@@ -83,9 +83,22 @@ def test_plain_trl_rewards_the_gold_episode(make_trainer):
 def test_one_step_of_our_trainer_leaves_an_adapter(pocket, tmp_path, capability):
     "PEFT files that load again, a log of one step, and no path of this machine."
     from peft import PeftModel
+    if pocket != model_path_or_none(): pytest.skip("without pocket's weights nothing is learned in one step, and an adapter that changes nothing is refused")
     model, tokenizer = load_model(pocket)
-    log = train_adapter(model, tokenizer, capability, tmp_path/"adapter", GRPOSettings(steps=1, groups=2, group_size=2, max_new_tokens=40))
+    log = train_adapter(model, tokenizer, capability, tmp_path/"adapter", GRPOSettings(steps=1, groups=2, group_size=4))
     assert [json.loads(line) for line in (tmp_path/"adapter"/"training_log.jsonl").read_text().splitlines()] == log
-    assert len(log) == 1 and log[0]["rollouts"] == 4 and 0 <= log[0]["reward"] <= 1
+    assert len(log) == 1 and log[0]["rollouts"] >= 8 and 0 <= log[0]["reward"] <= 1
     assert "default" in PeftModel.from_pretrained(load_model(pocket)[0], tmp_path/"adapter").peft_config
     assert str(tmp_path) not in (tmp_path/"adapter"/"adapter_config.json").read_text()
+
+
+def model_path_or_none():
+    try: return model_path("pocket")
+    except InputError: return None
+
+
+def test_a_model_that_only_babbles_is_refused(pocket, tmp_path):
+    "A turn of three tokens is no answer: the pre-flight says so, and nothing is written."
+    with pytest.raises(InputError, match="truncation: .* cut by a token limit"):
+        train_adapter(*load_model(pocket), "MultiStepRetail", tmp_path/"adapter", GRPOSettings(steps=1, groups=1, group_size=2, max_new_tokens=3))
+    assert not (tmp_path/"adapter").exists()

@@ -18,17 +18,18 @@ def _table(rows: list, path, text: str):
         from trace_nb.core.trajectory import write_json
         write_json({"rows": rows}, path)
 
-# %% ../nbs/01_cli.ipynb #341559ee
+# %% ../nbs/01_cli.ipynb #16c059b4
 def run(target: str = "desk", # the world the agent must do well in
         model: str = "pocket", # pocket, a folder, or a Hugging Face id
         scale: str = "quick", # smoke, quick or paper
         out: str = "runs/quick", # run folder; a killed run resumes there
-        seed: int = 0): # decides every draw
+        seed: int = 0, # decides every draw
+        rounds: int = 1): # further rounds diagnose the routed agent and train what it still lacks
     "Run the whole loop: diagnose, synthesize, train, route, evaluate."
     from trace_nb.pipeline import Parameters, check_parameters, run_loop, summary
     parameters = Parameters(target, model, scale, seed)
     check_parameters(parameters)
-    result = run_loop(out, parameters, log=lambda line: print(line, flush=True))
+    result = run_loop(out, parameters, lambda line: print(line, flush=True), rounds)
     print(summary(result)); print(f"report: {out}/report.html")
 
 # %% ../nbs/01_cli.ipynb #32b24498
@@ -201,17 +202,19 @@ def plan(model: str = "pocket", # a preset (pocket, smollm2_135m, qwen3_8b, pape
     parameters = Parameters(found["target"], model, found["scale"])
     _table([found | {"methods": stated_rollouts(parameters, found["capabilities"])}], json, f"{p.plan_text(found)}\n\n{stated_table(parameters, found['capabilities'])}")
 
-# %% ../nbs/01_cli.ipynb #fb63f06a
+# %% ../nbs/01_cli.ipynb #d67f9ca1
 def compare(target: str = "desk", model: str = "pocket", scale: str = "quick",
             seeds: str = "0,1,2", # one comparison each
             methods: str = "", # rows, separated by commas; default: all
             out: str = "runs/compare", # folder; a killed comparison goes on there
+            adp: str = "", # Agent Data Protocol files, for the row adp
+            awm: str = "", # Agent World Model files, for the row awm
             json: str = ""): # write the pooled table here too
     "Run every method of the paper's tables on one budget, and test them against the base and against TRACE."
     if json: writable(json)
     from trace_nb import comparison as c
     from trace_nb.pipeline import Parameters
-    result = c.compare_seeds(out, Parameters(target, model, scale), _numbers("--seeds", seeds), _names(methods) or tuple(c.ROWS), log=lambda line: print(line, flush=True))
+    result = c.compare_seeds(out, Parameters(target, model, scale), _numbers("--seeds", seeds), _names(methods) or tuple(c.ROWS), lambda line: print(line, flush=True), {"adp": adp, "awm": awm})
     _table(result["rows"], json, c.comparison_table(result, target) + f"\ntable, ledger and notes: {out}/comparison.json")
 
 # %% ../nbs/01_cli.ipynb #9b6c3abf

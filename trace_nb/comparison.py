@@ -4,21 +4,21 @@
 
 # %% auto #0
 __all__ = ['MEASURING', 'MERGES', 'ROUTES', 'ROUTED', 'ROWS', 'BEFORE', 'stated_budget', 'spent_budget', 'Comparison',
-           'steps_left', 'settings_of', 'trained', 'needs', 'make_single', 'make_multi', 'target_tasks', 'make_target',
-           'make_sft', 'make_distilled', 'make_merge', 'domains', 'make_prompt', 'make_gepa', 'requests_of',
-           'stage_routers', 'routers', 'make_router_row', 'make_top_p', 'make_turns', 'make_again', 'make_missing',
+           'steps_left', 'trained', 'needs', 'make_single', 'make_multi', 'target_tasks', 'make_target', 'make_sft',
+           'make_distilled', 'make_merge', 'domains', 'make_prompt', 'make_gepa', 'requests_of', 'stage_routers',
+           'routers', 'make_router_row', 'make_top_p', 'make_turns', 'make_again', 'make_adp', 'make_awm',
            'stated_rollouts', 'play_row', 'play_texts', 'do_row', 'frames', 'comparison_rows', 'ledger', 'compare',
            'check_methods', 'pooled', 'all_frames', 'comparison_table', 'stated_table', 'compare_seeds']
 
-# %% ../nbs/02_comparison.ipynb #f4607820
+# %% ../nbs/02_comparison.ipynb #3ec963e8
 import json, math, shutil
 from dataclasses import replace
 from pathlib import Path
 from .core.trajectory import InputError, only_one, read_json, read_trajectories, write_json
-from .pipeline import SCALES, Parameters, Run, check_parameters, load_agent, play_tasks, run_stages
+from .pipeline import SCALES, Parameters, Run, check_parameters, load_agent, play_tasks, run_stages, settings_of
 
-# %% ../nbs/02_comparison.ipynb #756c6f5a
-MEASURING = ("evaluate", "adapt", "report", "diagnose")      # stages that spend nothing on getting better
+# %% ../nbs/02_comparison.ipynb #713458b7
+MEASURING = ("evaluate", "report", "diagnose")      # stages that spend nothing on getting better
 
 def stated_budget(parameters: Parameters, capabilities: int) -> dict:
     "Rollouts that TRACE will spend with so many capabilities, by what they are for; `total` is what every other method may spend."
@@ -28,20 +28,21 @@ def stated_budget(parameters: Parameters, capabilities: int) -> dict:
              "training": capabilities * s.steps * s.groups * s.group_size, "validation": capabilities * (s.held_out + s.gate_trials * tasks)}
     return {**found, "total": sum(found.values())}
 
-# %% ../nbs/02_comparison.ipynb #70fe8d7a
+# %% ../nbs/02_comparison.ipynb #2d8fa2c1
 def spent_budget(manifest: dict) -> dict:
     "The same, from what a TRACE run's manifest says was spent."
-    kinds = {"base": "selection", "synthesize": "calibration", "train": "training", "gate": "validation"}
+    kinds = {"base": "selection", "synthesize": "calibration", "train": "training", "gate": "validation", "adapt": "validation"}
     found = dict.fromkeys(kinds.values(), 0)
     for stage, spent in manifest["budget"].items():
         if stage not in MEASURING: found[kinds[stage.split()[0]]] += spent["rollouts"]
     return {**found, "total": sum(found.values())}
 
-# %% ../nbs/02_comparison.ipynb #02cd57e6
+# %% ../nbs/02_comparison.ipynb #3abb9525
 class Comparison(Run):
     "A folder with one TRACE run (`trace/`) and the other methods (`rows/`, `trajectories/`)."
-    def __init__(self, folder, parameters, log=print):
+    def __init__(self, folder, parameters, log=print, data: dict | None = None): # adp and awm: somebody's files
         super().__init__(folder, parameters, log)
+        self.data = data or {}
         self.trace = Run(self.path("trace"), parameters, log)
 
     def begin(self):
@@ -52,15 +53,10 @@ class Comparison(Run):
 
     def adapter(self, capability): return f"trace/adapters/{capability}"
 
-# %% ../nbs/02_comparison.ipynb #9124a240
+# %% ../nbs/02_comparison.ipynb #d25c725d
 def steps_left(c, selecting: bool = True) -> int:
     "GRPO steps of the scale's size that a method can afford in place of TRACE's calibration, training and gates."
     return (c.budget["total"] - (c.budget["selection"] if selecting else 0)) // (c.scale.groups * c.scale.group_size)
-
-def settings_of(c, steps: int):
-    "GRPO settings of a row: the scale's, with its own number of steps."
-    from trace_nb.train.grpo import GRPOSettings
-    return GRPOSettings(steps, c.scale.groups, c.scale.group_size, seed=c.parameters.seed)
 
 # %% ../nbs/02_comparison.ipynb #5028768a
 def trained(c, name: str, capabilities, steps: int, tasks=None) -> dict:
@@ -221,17 +217,30 @@ def make_turns(c):
     return {"adapters": {n: c.adapter(n) for n in adapters}, "choices": c.found["routing"]["choices"][c.found["routing"]["method"]], "turns": table,
             "note": ", ".join(f"after {e}: {o}" for e, o in table.items()) or "no event changes the adapter to advantage"}
 
-# %% ../nbs/02_comparison.ipynb #4803f783
+# %% ../nbs/02_comparison.ipynb #c342bdb6
 def make_again(c):
     "The base once more with other random numbers: how far a row may lie from the base by chance."
     return {"adapters": {}}
 
-def make_missing(name: str, how: str):
-    "A row that needs somebody's data."
-    def make(c): raise InputError(f"no data; {how}")
-    return make
+# %% ../nbs/02_comparison.ipynb #a11ddb48
+def make_adp(c):
+    "One adapter by supervised fine-tuning on the trajectories of an Agent Data Protocol file."
+    from trace_nb.core.policy import load_model
+    from trace_nb.train.outside_data import ADP, adp_status
+    from trace_nb.train.sft import SFTSettings, sft_adapter
+    if status := adp_status(c.data.get("adp")): raise InputError(status)
+    source = ADP(c.data["adp"])
+    sft_adapter(*load_model(c.parameters.weights), "adp", c.path("rows", "adp"), list(source), SFTSettings(seed=c.parameters.seed))
+    return {"adapters": {"adp": "rows/adp"}, "note": f"{source.report['kept']} trajectories of {', '.join(source.report['sources'])}"}
 
-# %% ../nbs/02_comparison.ipynb #1477883e
+def make_awm(c):
+    "GRPO in the environments of Agent World Model files."
+    from trace_nb.train.outside_data import AWM, awm_status
+    if status := awm_status(c.data.get("awm")): raise InputError(status)
+    source, steps = AWM(c.data["awm"]), steps_left(c, selecting=False)
+    return {**trained(c, "awm", (), steps, source.tasks()), "note": f"{source.report['tasks']} tasks of {source.report['scenarios']} scenarios"}
+
+# %% ../nbs/02_comparison.ipynb #383deaaa
 MERGES = ("core_tsv", "core_tsv_truncated", "linear", "ties", "dare_linear", "dare_ties")
 ROUTES = ("letters", "letters_calibrated", "channel", "channel_centred", "tfidf", "states", "gate")
 ROUTED = ("top_p", "turns", *(f"routed:{r}" for r in ROUTES))        # rows that need the routers' record
@@ -239,6 +248,8 @@ ROWS = {
     "base_again": (make_again, "nothing", "the base with other random numbers: the noise floor"),
     "prompt_only": (make_prompt, "selection", "capability descriptions in the system message"),
     "gepa": (make_gepa, "all", "a system message evolved on the train tasks"),
+    "adp": (make_adp, "nothing", "supervised fine-tuning on Agent Data Protocol files (--adp)"),
+    "awm": (make_awm, "all", "GRPO in Agent World Model environments (--awm)"),
     "target_grpo": (make_target, "all", "GRPO on the target's train tasks"),
     "single_grpo": (make_single, "rest", "one capability with all the rollouts"),
     "multi_grpo": (make_multi, "rest", "all capabilities in one adapter"),
@@ -313,11 +324,11 @@ def comparison_rows(frame, seed: int = 0, against: str = "routed") -> list[dict]
         row[f"p_vs_{against}"] = compare(part, against, row["method"], seed=seed)["p"] if row["method"] != against else None
     return sorted(rows, key=lambda r: (r["target"], -r["rate"]))
 
-# %% ../nbs/02_comparison.ipynb #34fd3ec2
+# %% ../nbs/02_comparison.ipynb #981ac0f6
 def ledger(c, made: dict) -> list[dict]:
     "What each method spent, as `evaluate.ledger` records: rollouts by stage, tokens, CPU seconds, with what it took over from TRACE."
     from trace_nb.evaluate.ledger import STAGES, charge, ledger_record, run_records
-    trace = run_records(c.trace.folder)[-1] | {"cpu_seconds": sum(v.get("cpu_seconds", 0) for n, v in c.trace.manifest["budget"].items() if n not in MEASURING)}
+    trace = run_records(c.trace.folder, c.scale.group_size)[-1] | {"cpu_seconds": sum(v.get("cpu_seconds", 0) for n, v in c.trace.manifest["budget"].items() if n not in MEASURING)}
     found = [trace]
     for name in (n for n, m in made.items() if "reason" not in m):
         record, spent, kinds = ledger_record(name, c.parameters.seed), c.manifest["budget"][f"make {name}"], BEFORE[ROWS[name][1]]
@@ -328,12 +339,12 @@ def ledger(c, made: dict) -> list[dict]:
         found.append(record | {"cpu_seconds": taken + spent["cpu_seconds"], "wall_seconds": c.manifest["stages"][f"make {name}"]["seconds"]})
     return found
 
-# %% ../nbs/02_comparison.ipynb #9417246d
-def compare(folder, parameters: Parameters = Parameters(), methods=tuple(ROWS), log=print) -> dict:
+# %% ../nbs/02_comparison.ipynb #497f0450
+def compare(folder, parameters: Parameters = Parameters(), methods=tuple(ROWS), log=print, data: dict | None = None) -> dict:
     "Do the TRACE run and the named rows in a folder; returns what comparison.json holds."
     check_methods(methods); check_parameters(parameters)
     with only_one(Path(folder)):
-        c = Comparison(folder, parameters, log).begin()
+        c = Comparison(folder, parameters, log, data).begin()
         made = {name: do_row(c, name) for name in methods}
         from trace_nb.evaluate.evaluate import placebo_oracle
         from trace_nb.evaluate.ledger import equal_budget, ledger_rows, total_rollouts
@@ -393,13 +404,13 @@ def stated_table(parameters: Parameters, capabilities: int) -> str:
     left = max(len(l[2]) for l in lines)
     return "\n".join(_aligned([[a, b, c.ljust(left)] for a, b, c in lines]))
 
-# %% ../nbs/02_comparison.ipynb #d520ac3e
-def compare_seeds(folder, parameters: Parameters, seeds, methods=tuple(ROWS), log=print) -> dict:
+# %% ../nbs/02_comparison.ipynb #fc895099
+def compare_seeds(folder, parameters: Parameters, seeds, methods=tuple(ROWS), log=print, data: dict | None = None) -> dict:
     "Comparisons of several seeds under one folder (seed_0, seed_1, ...), pooled into its comparison.json."
     folders = [Path(folder)/f"seed_{seed}" for seed in seeds]
     for seed, place in zip(seeds, folders):
         log(f"seed {seed}: {place}")
-        compare(place, replace(parameters, seed=seed), methods, log)
+        compare(place, replace(parameters, seed=seed), methods, log, data)
     result = pooled(folders)
     write_json(result, Path(folder)/"comparison.json")
     return result

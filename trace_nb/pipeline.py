@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'weights_of', 'Parameters', 'Run', 'peak_memory', 'stage', 'say', 'spend', 'charge', 'play_tasks',
-           'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'stage_synthesize', 'halves', 'stage_train',
-           'stage_gate', 'stage_adapt', 'stage_evaluate', 'stage_report', 'save_figures', 'write_result',
-           'check_parameters', 'run_stages', 'run_loop', 'summary', 'evaluate_policy', 'accepted_adapters', 'run_model',
+           'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'stage_synthesize', 'halves', 'settings_of',
+           'stage_train', 'stage_gate', 'stage_adapt', 'stage_evaluate', 'stage_report', 'save_figures', 'write_result',
+           'check_parameters', 'play_routed', 'diagnose_routed', 'train_heir', 'gate_heir', 'further_round',
+           'run_stages', 'run_loop', 'summary', 'evaluate_policy', 'accepted_adapters', 'adapter_folders', 'run_model',
            'route_request', 'routed_agent', 'train_alone']
 
 # %% ../nbs/00_pipeline.ipynb #90d0a11f
@@ -196,12 +197,17 @@ def halves(trajectories) -> dict:
         if half: found[name] = sum(half) / len(half)
     return found
 
-# %% ../nbs/00_pipeline.ipynb #4130bd13
+# %% ../nbs/00_pipeline.ipynb #f6019738
+def settings_of(run, steps: int = 0):
+    "GRPO settings of the run's scale, with as many steps as it says or as are given."
+    from trace_nb.train.grpo import GRPOSettings
+    return GRPOSettings(steps or run.scale.steps, run.scale.groups, run.scale.group_size, seed=run.parameters.seed)
+
 def stage_train(run, capability):
     from trace_nb.core.policy import load_model
-    from trace_nb.train.grpo import GRPOSettings, train_adapter
+    from trace_nb.train.grpo import train_adapter
     model, tokenizer = load_model(run.parameters.weights)
-    s = run.scale; settings = GRPOSettings(s.steps, s.groups, s.group_size, seed=run.parameters.seed)
+    s, settings = run.scale, settings_of(run)
     final, scratch = run.path("adapters", capability), run.path("adapters", f".{capability}")
     for folder in (final, scratch): shutil.rmtree(folder, ignore_errors=True)
     def progress(r):
@@ -211,8 +217,10 @@ def stage_train(run, capability):
     scratch.rename(final)
     return {"first_reward": log[0]["reward"], "last_reward": log[-1]["reward"], "steps": len(log)}
 
-# %% ../nbs/00_pipeline.ipynb #a7783456
+# %% ../nbs/00_pipeline.ipynb #4b183809
 def stage_gate(run, capability, description):
+    from trace_nb.adapt.library import make_card
+    from trace_nb.synthesize.capabilities import environments
     from trace_nb.targets.desk import load_tasks
     from trace_nb.train.grpo import accept
     policy = load_agent(run, {capability: run.path("adapters", capability)})
@@ -222,10 +230,10 @@ def stage_gate(run, capability, description):
     before = read_trajectories(run.path("trajectories", f"held_out_base_{capability}.jsonl"))
     verdict = accept(before, held, read_trajectories(run.path("trajectories", "base_train.jsonl")), train)
     verdict["metrics"] |= {f"adapter_{k}": v for k, v in halves(held).items()}
-    write_json({"name": capability, "description": description, **verdict}, run.path("adapters", capability, "capability.json"))
+    make_card(run.path("adapters", capability), run.parameters.weights, "grpo", environments(capability), settings=settings_of(run), name=capability, description=description, **verdict)
     return verdict
 
-# %% ../nbs/00_pipeline.ipynb #a09243c0
+# %% ../nbs/00_pipeline.ipynb #9da3a086
 def stage_adapt(run, adapters):
     from trace_nb.adapt.routing import make_router
     from trace_nb.core.policy import load_model
@@ -233,9 +241,10 @@ def stage_adapt(run, adapters):
     model, tokenizer = load_model(run.parameters.weights)
     router, tasks = make_router(model, tokenizer, adapters), load_tasks(run.parameters.target, "test")
     if router.note: run.say(router.note, force=True)
-    requests = [t.environment().reset(seed=t.seed) for t in tasks]
+    requests, seen = [t.environment().reset(seed=t.seed) for t in tasks], load_tasks(run.parameters.target, "train")
+    on_train = dict(zip([t.task_id for t in seen], router.choose(model, tokenizer, [t.environment().reset(seed=t.seed) for t in seen])))
     choices = {m: dict(zip([t.task_id for t in tasks], _as(router, m).choose(model, tokenizer, requests))) for m in ("letters", "channel")} if adapters else {"channel": {t.task_id: "base" for t in tasks}}
-    return {"method": router.method, "note": router.note, "accuracy": router.accuracy, "chance": router.chance, "label_mass": router.mass, "choices": choices}
+    return {"method": router.method, "note": router.note, "accuracy": router.accuracy, "chance": router.chance, "label_mass": router.mass, "choices": choices, "train": on_train}
 
 def _as(router, method):
     from dataclasses import replace
@@ -254,13 +263,13 @@ def stage_evaluate(run, adapters, routing):
     play_tasks(run, policy, tasks, "routed", trials, [None if chosen[t.task_id] == "base" else chosen[t.task_id] for t in tasks], save="routed_test")
     return True
 
-# %% ../nbs/00_pipeline.ipynb #986fac6e
-def stage_report(run, adapters, routing):
+# %% ../nbs/00_pipeline.ipynb #015abf65
+def stage_report(run, adapters, routing, rounds: int = 1):
     "result.json, routing.json, evaluations.parquet and report.html from what the stages left."
     import pandas as pd
     from trace_nb.evaluate.evaluate import composed, evaluation_frame, oracle_choice, results_table, routing_record, table_rows
     read = lambda method, file, split: evaluation_frame(read_trajectories(run.path("trajectories", f"{file}.jsonl")), method, split, run.parameters.target)
-    methods = {"base": "base", "do_nothing": "do_nothing", **{f"single:{c}": f"single_{c}" for c in adapters}, "routed": "routed"}
+    methods = {"base": "base", "do_nothing": "do_nothing", **{f"single:{c}": f"single_{c}" for c in adapters}, "routed": "routed", **{f"routed_{n}": f"routed_{n}" for n in range(2, rounds + 1)}}
     test = pd.concat([read(m, f"{f}_test", "test") for m, f in methods.items()], ignore_index=True)
     own = test[test.method.isin(["base", *(f"single:{c}" for c in adapters)])]
     frame = pd.concat([test, composed(own, oracle_choice(own), "oracle_routed"), read("base", "base_train", "train")], ignore_index=True)
@@ -305,8 +314,84 @@ def check_parameters(p: Parameters):
     if p.model in SCRIPTED: raise InputError(f"{p.model} is a script and cannot be trained; give `pocket`, a folder or a Hugging Face id")
     model_path(p.weights)
 
-# %% ../nbs/00_pipeline.ipynb #137c7e92
-def run_stages(run) -> dict:
+# %% ../nbs/00_pipeline.ipynb #ce3d17ad
+def play_routed(run, split: str, heirs: dict, routing: dict, save: str, trials: int):
+    "Trajectories of the routed agent on a split; `heirs` names the folder that stands for each capability now."
+    from trace_nb.targets.desk import load_tasks
+    tasks, chosen = load_tasks(run.parameters.target, split), routing["choices"][routing["method"]] if split == "test" else routing["train"]
+    policy = load_agent(run, {c: run.path("adapters", folder) for c, folder in heirs.items()})
+    return bool(play_tasks(run, policy, tasks, save, trials, [chosen[t.task_id] if chosen[t.task_id] in heirs else None for t in tasks], save=f"{save}_{split}"))
+
+# %% ../nbs/00_pipeline.ipynb #23203ac4
+def diagnose_routed(run, number: int) -> list[str]:
+    "Capabilities that the routed agent still lacks, by the same rules as in the first round."
+    from trace_nb.diagnose.labeling import label_rows, label_runs, write_labels
+    from trace_nb.diagnose.selection import select
+    trajectories = read_trajectories(run.path("trajectories", f"before_{number}_train.jsonl"))
+    if len({bool(t.success) for t in trajectories}) < 2: return []
+    rows = label_rows(trajectories)
+    runs = label_runs(trajectories, run.scale.runs, seed=run.parameters.seed, rows=rows)
+    write_labels(runs, rows, run.path(f"labels_{number}"))
+    result = select(runs, required=run.scale.required, seed=run.parameters.seed)
+    write_json(result, run.path(f"capabilities_{number}.json"))
+    return [c["name"] for c in result["capabilities"] if c["selected"]]
+
+# %% ../nbs/00_pipeline.ipynb #9ab51fc5
+def train_heir(run, number: int, capability: str, heirs: dict) -> dict:
+    "Train a capability's heir from the merge of all adapters, a quarter of its groups from the other capabilities."
+    from trace_nb.adapt.merging import merge_adapters
+    from trace_nb.core.policy import load_model
+    from trace_nb.train.grpo import train_adapter
+    from trace_nb.train.tasks import capability_tasks
+    s, name = run.scale, f"{capability}_{number}"
+    final, scratch, start = run.path("adapters", name), run.path("adapters", f".{name}"), run.path("adapters", f".start_{number}")
+    for folder in (final, scratch, start): shutil.rmtree(folder, ignore_errors=True)
+    folders = [run.path("adapters", f) for f in heirs.values()]
+    if len(folders) > 1: merge_adapters(folders, start)
+    others, seed = [c for c in heirs if c != capability], run.parameters.seed + 1000 * number
+    own, rest = (capability_tasks(c, s.steps * s.groups, seed + i) if c else [] for i, c in enumerate(([capability], others)))
+    tasks = [rest[i] if rest and i % 4 == 3 else own[i] for i in range(s.steps * s.groups)]
+    def progress(r): run.charge(r); run.say(f"{run.current}: step {r['step']} of {s.steps}, success {r['success']:.2f}")
+    log = train_adapter(*load_model(run.parameters.weights), name, scratch, settings_of(run), progress, tasks=tasks, start=start if len(folders) > 1 else folders[0])
+    shutil.rmtree(start, ignore_errors=True); scratch.rename(final)
+    return {"first_reward": log[0]["reward"], "last_reward": log[-1]["reward"], "steps": len(log)}
+
+# %% ../nbs/00_pipeline.ipynb #b424ad3a
+def gate_heir(run, number: int, capability: str, heirs: dict, routing: dict, description: str) -> dict:
+    "Hold an heir against the adapter it would replace: on held-out seeds, and in its place on the target's train tasks."
+    from trace_nb.adapt.library import make_card
+    from trace_nb.synthesize.capabilities import environments
+    from trace_nb.train.gate import accept
+    name, save = f"{capability}_{number}", f"with_{capability}_{number}"
+    both = load_agent(run, {n: run.path("adapters", n) for n in (heirs[capability], name)})
+    held = [play_held_out(run, both, capability, n) for n in (heirs[capability], name)]
+    play_routed(run, "train", {**heirs, capability: name}, routing, save, run.scale.train_trials)
+    train = [read_trajectories(run.path("trajectories", f"{f}_train.jsonl")) for f in (f"before_{number}", save)]
+    ways = accept(*held, *train, level=.025), accept(*train, *held, level=.025)      # better on its seeds and not worse in its place, or the other way round
+    verdict = ways[0] | {"accepted": any(w["accepted"] for w in ways), "reason": "" if any(w["accepted"] for w in ways) else ways[0]["reason"]}
+    make_card(run.path("adapters", name), run.parameters.weights, "grpo", environments(capability), [run.path("adapters", f) for f in heirs.values()], settings_of(run),
+              name=name, capability=capability, description=description, **verdict)
+    if verdict["accepted"]:
+        old = run.path("adapters", heirs[capability], "capability.json")
+        write_json({**read_json(old), "superseded_by": name}, old)
+    return verdict
+
+# %% ../nbs/00_pipeline.ipynb #b1c6e811
+def further_round(run, number: int, described: dict, heirs: dict, routing: dict) -> dict:
+    "Diagnose, train and judge once more; returns the folder that stands for each capability now."
+    run.stage(f"base {number}", lambda r: play_routed(r, "train", heirs, routing, f"before_{number}", r.scale.train_trials))
+    lacking = [c for c in run.stage(f"diagnose {number}", lambda r: diagnose_routed(r, number)) if c in heirs]
+    if not lacking: run.say(f"round {number}: nothing that has an adapter is found lacking again", force=True)
+    after = dict(heirs)
+    for capability in lacking:
+        run.stage(f"train {capability} {number}", lambda r: train_heir(r, number, capability, heirs))
+        verdict = run.stage(f"gate {capability} {number}", lambda r: gate_heir(r, number, capability, heirs, routing, described[capability]))
+        run.say(f"round {number}, {capability}: {'accepted' if verdict['accepted'] else 'rejected, ' + verdict['reason']}", force=True)
+        if verdict["accepted"]: after[capability] = f"{capability}_{number}"
+    return after
+
+# %% ../nbs/00_pipeline.ipynb #36131df2
+def run_stages(run, rounds: int = 1) -> dict:
     "All stages in their order; returns the trainable capabilities, the accepted adapters {name: description} and the routing."
     run.stage("base", stage_base)
     selected = run.stage("diagnose", stage_diagnose)
@@ -319,27 +404,32 @@ def run_stages(run) -> dict:
         if verdict["accepted"]: adapters[capability] = described[capability]
     routing = run.stage("adapt", lambda r: stage_adapt(r, adapters))
     run.stage("evaluate", lambda r: stage_evaluate(r, adapters, routing))
-    run.stage("report", lambda r: stage_report(r, adapters, routing))
+    heirs = {c: c for c in adapters}
+    for number in range(2, rounds + 1):
+        heirs = further_round(run, number, described, heirs, routing)
+        run.stage(f"evaluate {number}", lambda r: play_routed(r, "test", heirs, routing, f"routed_{number}", r.scale.test_trials))
+    run.stage("report", lambda r: stage_report(r, adapters, routing, rounds))
     write_result(run, read_json(run.path("result.json"))["rows"])
     return {"trainable": {c: described[c] for c in trainable}, "adapters": adapters, "routing": routing}
 
-# %% ../nbs/00_pipeline.ipynb #8976fc8a
-def run_loop(folder, parameters: Parameters = Parameters(), log=print) -> dict:
-    "The whole TRACE loop in a run folder; returns the content of result.json."
+# %% ../nbs/00_pipeline.ipynb #c43af865
+def run_loop(folder, parameters: Parameters = Parameters(), log=print, rounds: int = 1) -> dict:
+    "The whole TRACE loop in a run folder; returns the content of result.json. A finished run may be given further rounds."
     check_parameters(parameters)
+    if rounds < 1: raise InputError(f"--rounds is {rounds}; it must be at least 1")
     with only_one(Path(folder)):
         run = Run(folder, parameters, log)
-        run_stages(run)
+        run_stages(run, rounds)
         from trace_nb.evaluate.report import write_report
         write_report(run.folder)
         return read_json(run.path("result.json"))
 
-# %% ../nbs/00_pipeline.ipynb #c6e13527
+# %% ../nbs/00_pipeline.ipynb #30a3f5f8
 def summary(result: dict, split: str = "test") -> str:
     "The result table of a split with times and memory, for a terminal."
     import pandas as pd
     from trace_nb.evaluate.evaluate import COLUMNS, format_table
-    table = pd.DataFrame(result["rows"], columns=COLUMNS).astype({"p_vs_base": object})
+    table = pd.DataFrame(result["rows"], columns=COLUMNS).astype({"p_vs_base": object, "p_holm": object})
     lines = [format_table(table[table.split == split]), "", "stage" + " " * 40 + "seconds  rollouts    tokens"]
     for name, seconds in result["seconds"].items():
         spent = result["budget"].get(name, {"rollouts": 0, "tokens": 0})
@@ -362,11 +452,20 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
                            [f"{target}:{t.domain}" for t in tasks], adapters, seed=seed)
     return evaluation_frame(trajectories, name, {t.task_id: t.split for t in tasks}, target)
 
-# %% ../nbs/00_pipeline.ipynb #7573ced0
+# %% ../nbs/00_pipeline.ipynb #cd376169
 def accepted_adapters(folder) -> dict:
-    "Accepted adapters of a run: name -> description."
-    cards = [read_json(p) for p in sorted(Path(folder).glob("adapters/*/capability.json"))]
-    return {c["name"]: c["description"] for c in cards if c["accepted"]}
+    "Accepted adapters of a run: capability -> description."
+    return {c.get("capability", c["name"]): c["description"] for _, c in _cards(folder)}
+
+def adapter_folders(folder) -> dict:
+    "Accepted adapters of a run: capability -> folder, each held to its card's hashes; an heir stands for what it replaced."
+    from trace_nb.adapt.library import verify
+    for place, _ in _cards(folder): verify(place, run_model(folder))
+    return {c.get("capability", c["name"]): place for place, c in _cards(folder)}
+
+def _cards(folder):
+    found = [(p.parent, read_json(p)) for p in sorted(Path(folder).glob("adapters/*/capability.json"))]
+    return [(place, c) for place, c in found if c["accepted"] and not c.get("superseded_by")]
 
 def run_model(folder) -> str:
     "The model of a run; a folder that holds no run raises `InputError`."
@@ -384,7 +483,7 @@ def _router_of(folder):
     model, tokenizer = load_model(run_model(folder))
     return model, tokenizer, make_router(model, tokenizer, accepted_adapters(folder))
 
-# %% ../nbs/00_pipeline.ipynb #15462ad6
+# %% ../nbs/00_pipeline.ipynb #a8da8b2b
 def route_request(folder, request: str) -> str:
     "The option that a run's router chooses for a request."
     model, tokenizer, router = _router_of(folder)
@@ -395,13 +494,14 @@ def routed_agent(folder, tasks):
     from trace_nb.core.policy import load_policy
     model, tokenizer, router = _router_of(folder)
     chosen = router.choose(model, tokenizer, [t.environment().reset(seed=t.seed) for t in tasks])
-    policy = load_policy(run_model(folder), {c: Path(folder)/"adapters"/c for c in accepted_adapters(folder)})
+    policy = load_policy(run_model(folder), adapter_folders(folder))
     return policy, [None if c == "base" else c for c in chosen], "routed"
 
-# %% ../nbs/00_pipeline.ipynb #eaecee74
+# %% ../nbs/00_pipeline.ipynb #0015ffcb
 def train_alone(capability, model, out, preset: str, changes: dict, log=print):
     "Train one adapter outside a run; a finished one is not written over, a killed one goes on."
     from trace_nb.core.policy import load_model
+    from trace_nb.adapt.library import make_card
     from trace_nb.train.grpo import PRESETS, default_settings, train_adapter
     from trace_nb.train.tasks import adapter_name, environments_of
     environments_of(capability)
@@ -411,4 +511,5 @@ def train_alone(capability, model, out, preset: str, changes: dict, log=print):
     base, tokenizer = load_model(model)
     settings = default_settings(base, **(PRESETS[preset] | changes))
     train_adapter(base, tokenizer, capability, out, settings, lambda r: log(f"step {r['step']} of {settings.steps}: reward {r['reward']:.3f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}, {r['seconds']:.1f} s"))
+    make_card(out, model, "grpo", environments_of(capability), settings=settings)
     log(f"adapter: {out}; judge it with `trace-nb gate {capability} {out} --model {model}`")

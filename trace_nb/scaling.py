@@ -6,12 +6,12 @@
 __all__ = ['KEY', 'POINTS', 'DISTRACTORS', 'read_rows', 'append_row', 'point', 'routed_play', 'trained_adapter', 'routed_point',
            'target_point', 'gepa_point', 'choices_among', 'routed_among', 'prompted_among', 'sweep', 'scale']
 
-# %% ../nbs/04_scaling.ipynb #bc6083ea
+# %% ../nbs/04_scaling.ipynb #84709044
 import json, os
 from pathlib import Path
-from .comparison import Comparison, settings_of
+from .comparison import Comparison
 from .core.trajectory import InputError, only_one, read_json
-from .pipeline import Parameters, check_parameters, load_agent, play_tasks
+from .pipeline import Parameters, check_parameters, load_agent, play_tasks, settings_of
 
 # %% ../nbs/04_scaling.ipynb #2eb6313e
 KEY = ("method", "rollouts", "capabilities", "distractors", "seed", "target")
@@ -59,7 +59,7 @@ def trained_adapter(c, name: str, rollouts: int, tasks=None):
         train_adapter(*load_model(c.parameters.weights), name, folder, settings_of(c, steps), lambda r: c.say(f"{name}: step {r['step']} of {steps}, success {r['success']:.2f}"), tasks=tasks)
     return folder
 
-# %% ../nbs/04_scaling.ipynb #2efe42fb
+# %% ../nbs/04_scaling.ipynb #fe8568d0
 def routed_point(c, rollouts: int):
     "TRACE with so many training rollouts in all."
     names = list(c.found["adapters"])
@@ -74,11 +74,11 @@ def target_point(c, rollouts: int):
     return play_tasks(c, load_agent(c, {"target": folder}), tasks, "target_grpo", c.scale.test_trials, ["target"] * len(tasks), save=f"target_grpo_{rollouts}")
 
 def gepa_point(c, rollouts: int):
-    "GEPA with so many rollouts of the train tasks."
+    "GEPA with so many rollouts of the train tasks; a larger budget goes on with the search of a smaller one."
     from trace_nb.comparison import play_texts
     from trace_nb.evaluate.baselines import gepa_prompt
     from trace_nb.targets.desk import load_tasks
-    found = gepa_prompt(load_agent(c), load_tasks(c.parameters.target, "train"), rollouts, seed=c.parameters.seed, run_dir=c.path("scaling", f"gepa_{rollouts}"))
+    found = gepa_prompt(load_agent(c), load_tasks(c.parameters.target, "train"), rollouts, seed=c.parameters.seed, run_dir=c.path("scaling", "gepa"))
     return play_texts(c, found["texts"], f"gepa_{rollouts}")
 
 POINTS = {"routed": routed_point, "target_grpo": target_point, "gepa": gepa_point}

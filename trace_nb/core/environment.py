@@ -17,11 +17,11 @@ def tool_names(environment # class or instance
     cls = environment if inspect.isclass(environment) else type(environment)
     return [n for n in dir(cls) if not n.startswith("_") and n not in ("reset", "get_reward") and callable(getattr(cls, n))]
 
-# %% ../../nbs/core/01_environment.ipynb #48f0fb90
+# %% ../../nbs/core/01_environment.ipynb #a1fdba09
 @cache
 def _schemas(cls):
     from transformers.utils import get_json_schema
-    return [get_json_schema(getattr(cls, n)) for n in tool_names(cls)]
+    return cls._schemas if hasattr(cls, "_schemas") else [get_json_schema(getattr(cls, n)) for n in tool_names(cls)]
 
 def tool_schemas(environment # class or instance
                 ) -> list[dict]:
@@ -38,7 +38,7 @@ def call_tool(environment, # an instance, after `reset`
         return result if isinstance(result, str) else json.dumps(result)
     except Exception as e: return f"Error: {e}"
 
-# %% ../../nbs/core/01_environment.ipynb #27be3728
+# %% ../../nbs/core/01_environment.ipynb #8c5928d6
 class Episode:
     "One run of `environment_class` from `seed`; `termination` is None while it goes on."
     def __init__(self, environment_class, seed: int, max_turns: int | None = None, **row):
@@ -53,16 +53,15 @@ class Episode:
         try: answers = self._answers(message)
         except Exception as e: return self._end("environment_error", repr(e))
         if answers is None: return self._end("done")
-        if self.turns >= self.max_turns:
-            self.messages += answers
-            return self._end("max_turns")
         self.messages += answers
-        return answers
+        ended = getattr(self.environment, "_ended", None) or ("max_turns" if self.turns >= self.max_turns else None)
+        return self._end(ended) if ended else answers
 
-# %% ../../nbs/core/01_environment.ipynb #b954107f
+# %% ../../nbs/core/01_environment.ipynb #d7e96e0b
 def _answers(episode, message):
     "What answers an assistant message: one tool message a call, else the user's words, else None."
     called = message.get("tool_calls") or []
+    if hasattr(episode.environment, "_answer"): return episode.environment._answer(message)
     if not called:
         words = episode.environment._reply(message.get("content") or "")
         return None if words is None else [{"role": "user", "content": words}]
@@ -79,14 +78,14 @@ Episode._answers, Episode._end = _answers, _end
 from .trajectory import Trajectory, trajectory_id
 SUCCESS = 1 - 1e-6   # reward from which an episode counts as a success
 
-# %% ../../nbs/core/01_environment.ipynb #a87f4abc
+# %% ../../nbs/core/01_environment.ipynb #d6f0efda
 def finish(episode, task_id: str, trial: int, policy: str, environment: str | None = None, metadata: dict | None = None) -> Trajectory:
     "Score a finished episode and freeze it. An unfinished one was stopped by its policy: `policy_error`."
     env, termination = episode.environment, episode.termination or "policy_error"
     try: reward, parts = float(env.get_reward()), dict(env._parts())
     except Exception as e: reward, parts, termination, episode.fault = 0.0, {}, "environment_error", repr(e)
     environment = environment or type(env).__name__
-    facts = {"domain": env.domain, **({"fault": episode.fault} if getattr(episode, "fault", None) else {}), **(metadata or {})}
+    facts = {"domain": env.domain, **getattr(env, "_facts", dict)(), **({"fault": episode.fault} if getattr(episode, "fault", None) else {}), **(metadata or {})}
     return Trajectory(id=trajectory_id(environment, task_id, trial), task_id=task_id, trial=trial, seed=episode.seed, environment=environment,
         policy=policy, messages=episode.messages, tools=tool_schemas(env), reward=reward, success=reward >= SUCCESS,
         termination=termination, parts=parts, metadata=facts)

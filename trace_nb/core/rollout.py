@@ -11,14 +11,15 @@ from .environment import Episode, finish
 from .policy import Conversation
 from .trajectory import Trajectory, trajectory_id
 
-# %% ../../nbs/core/05_rollout.ipynb #6d3fa430
+# %% ../../nbs/core/05_rollout.ipynb #c3a9af35
 def play(policy, conversations, seed: int = 0) -> None:
     "Play conversations to their end, in place. `seed` decides what the policy samples."
     policy.begin(conversations, seed=seed)
-    going = list(conversations)
+    going = [c for c in conversations if c.episode.termination is None]
     while going:
         for c, message in zip(going, policy.act(going)):
-            if c.truncated:
+            if c.fault: c.episode.termination, c.episode.fault = "policy_error", c.fault
+            elif c.truncated:
                 c.episode.messages.append(message); c.episode.termination = "max_turns"
             else: c.episode.step(message)
         going = [c for c in going if c.episode.termination is None]
@@ -34,13 +35,15 @@ def rollout(policy, environment, # an environment class, or one for each seed
             task_ids=None, # one for each seed; default: the seed
             names=None, # name of the environment for each seed; default: the class name
             adapters=None, # adapter for each seed; default: the base
-            batch_size: int = 64, seed: int = 0, metadata: dict | None = None, progress=None) -> list[Trajectory]:
+            batch_size: int = 64, seed: int = 0, metadata: dict | None = None, progress=None,
+            starts=None # numbers of the first rollout of each batch to play, multiples of `batch_size`; default: all
+           ) -> list[Trajectory]:
     "Trajectories in the order of `seeds`, trials of a seed side by side."
     seeds = list(seeds); n = len(seeds)
     classes = [environment] * n if isinstance(environment, type) else list(environment)
     jobs = [(i, trial) for i in range(n) for trial in range(group_size)]
     done = []
-    for start in range(0, len(jobs), batch_size):
+    for start in range(0, len(jobs), batch_size) if starts is None else starts:
         batch = [_begin(classes[i], seeds[i], None if adapters is None else adapters[i]) for i, _ in jobs[start:start + batch_size]]
         play(policy, [c for c in batch if isinstance(c, Conversation)], derived_seed("rollout", seed, start))
         for c, (i, trial) in zip(batch, jobs[start:]):
@@ -49,23 +52,25 @@ def rollout(policy, environment, # an environment class, or one for each seed
         if progress: progress(len(done), len(jobs))
     return done
 
-# %% ../../nbs/core/05_rollout.ipynb #76000e83
+# %% ../../nbs/core/05_rollout.ipynb #3cc9cd24
 def _begin(cls, seed, adapter):
     "A conversation, or the exception that the environment raised."
     try: return Conversation(Episode(cls, seed), adapter)
     except Exception as e: return e
 
+# %% ../../nbs/core/05_rollout.ipynb #e49f568c
 def _record(c, policy, cls, seed, task, name, trial, metadata) -> Trajectory:
-    "The trajectory of a finished conversation; an environment that could not start is `environment_error`."
+    "The trajectory of a finished conversation; an environment that could not start, or has no gold, is `environment_error`."
     if isinstance(c, Exception):
         return Trajectory(trajectory_id(name, task, trial), task, trial, seed, name, policy.name, [], reward=0., success=False,
                           termination="environment_error", metadata={"fault": repr(c), **(metadata or {})})
-    return finish(c.episode, task, trial, policy.name, name, {**_facts(c), **(metadata or {})})
+    try: gold = [s for s in c.episode.environment._oracle() if isinstance(s, dict)]
+    except Exception as e: gold, c.episode.termination, c.episode.fault = [], "environment_error", repr(e)
+    return finish(c.episode, task, trial, policy.name, name, {**_facts(c), "gold": gold, **(metadata or {})})
 
-# %% ../../nbs/core/05_rollout.ipynb #dc7b3e0b
 def _facts(c) -> dict:
     "What a trajectory says about its making: tokens, adapter, calls that could not be read."
     spoken = [m for m in c.episode.messages if m["role"] == "assistant"]
     broken = sum("<tool_call>" in (m.get("content") or "") and not m.get("tool_calls") for m in spoken)
-    return {"adapter": c.adapter, "tokens": len(c.ids), "generated_tokens": sum(c.mask), "truncated": c.truncated,
-            "calls": broken + sum(len(m.get("tool_calls") or []) for m in spoken), "broken_calls": broken, "gold": [s for s in c.episode.environment._oracle() if isinstance(s, dict)]}
+    return {"adapter": c.adapter, "tokens": len(c.ids) or sum(c.counted), "generated_tokens": sum(c.mask) or c.counted[1], "truncated": c.truncated,
+            "calls": broken + sum(len(m.get("tool_calls") or []) for m in spoken), "broken_calls": broken}

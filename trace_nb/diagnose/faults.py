@@ -160,15 +160,15 @@ def _holds(gold, action) -> bool:
     same = lambda a: isinstance(a, dict) and a.get("name") == action["name"] and isinstance(a.get("arguments"), dict)
     return any(all(a["arguments"].get(k) == v for k, v in action["arguments"].items()) for a in gold if same(a))
 
-# %% ../../nbs/diagnose/02_faults.ipynb #769cad56
+# %% ../../nbs/diagnose/02_faults.ipynb #0d0bd80f
 @lru_cache(1)
 def _shipped(): return read_known_issues()
 
 def _task(trajectory, known_issues=None):
     "Why the task is at fault, or None."
     known, gold = _shipped() if known_issues is None else known_issues, trajectory.metadata.get("gold")
-    own = known.get(str(trajectory.metadata.get("task_file")))
-    if own is not None: return f"known bad gold: {own[trajectory.task_id]['reason']}" if trajectory.task_id in own else None
+    own, id = known.get(str(trajectory.metadata.get("task_file"))), str(trajectory.metadata.get("source_task_id", trajectory.task_id))
+    if own is not None: return f"known bad gold: {own[id]['reason']}" if id in own else None
     for issue in (i for tasks in known.values() for i in tasks.values() if "gold" in i and isinstance(gold, list)):
         if _holds(gold, issue["gold"]): return f"known bad gold: {issue['reason']}"
 

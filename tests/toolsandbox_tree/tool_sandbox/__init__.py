@@ -1,0 +1,1 @@
+print("a library that prints when imported")

@@ -1,0 +1,4 @@
+from enum import Enum
+
+
+class ToolBackend(Enum): DEFAULT = "DEFAULT"
