@@ -124,7 +124,7 @@ def test_routing_ablation_says_when_a_merge_is_as_good(run, tmp_path):
     compared(run, tmp_path/"compare")
     out = run_notebook("4_routing_ablation", tmp_path/"4.ipynb", {"comparison": str(tmp_path/"compare")}, progress=None)
     text = shown(out)
-    for part in ("2 seed(s)", "The best merge, core_tsv, solves 58.3%, routing 41.7%: +16.7%", "No advantage of routing over this merge is shown", "distilled: 80% more than the budget: its gain is overstated", "awm: not run, no data",
+    for part in ("2 seed(s)", "The best of 1 merges (picked on these very tasks), core_tsv, solves 58.3%, routing 41.7%: +16.7%", "No advantage of routing over this merge is shown", "distilled: 80% more than the budget: its gain is overstated", "awm: not run, no data",
                  "seed_0: no event changes", f"seed_1: after refused: {SKILL}", "0.75", "union of 2"): assert part in text, part
     assert figures(out) == 5 and quiet(out)
 
@@ -133,7 +133,7 @@ def test_sft_and_distillation(run, tmp_path):
     compared(run, tmp_path/"compare")
     out = run_notebook("5_sft_and_distillation", tmp_path/"5.ipynb", {"comparison": str(tmp_path/"compare")}, progress=None)
     text = shown(out)
-    for part in ("31 of 40 successes kept", "seed_1: nearer to one: 1.000 to 0.200", "NOT nearer to two", "distilled: 5,400 rollouts of 3,000: 80% more than the budget", "distilled against sft"): assert part in text, part
+    for part in ("31 of 40 successes kept", "seed_1: nearer to one: 1.000 to 0.200", "NOT nearer to two", "distilled: 5,400 rollouts of 3,000: 80% more than the budget", "sft against distilled"): assert part in text, part
     assert figures(out) == 5 and quiet(out)
 
 

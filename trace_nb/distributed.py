@@ -40,7 +40,7 @@ def _alone(function, jobs, progress):
         if progress: progress(len(found), len(jobs))
     return found
 
-# %% ../nbs/05_distributed.ipynb #fcff3a3f
+# %% ../nbs/05_distributed.ipynb #20e3d9f6
 def _with_processes(function, jobs, workers, retries, progress):
     "A pool of spawned processes (a fork would share torch's threads), replaced when it breaks."
     found, lost = {}, 0
@@ -49,6 +49,7 @@ def _with_processes(function, jobs, workers, retries, progress):
         if lost > retries: raise InputError(f"a worker process died {lost} times (out of memory?); {len(found)} of {len(jobs)} jobs were done: use fewer workers")
     return [found[i] for i in range(len(jobs))]
 
+# %% ../nbs/05_distributed.ipynb #53442c18
 def _pool_pass(function, jobs, workers, found, progress) -> bool:
     "Do what is not in `found` yet; whether the pool broke."
     left, broken = [i for i in range(len(jobs)) if i not in found], False
@@ -79,7 +80,7 @@ def _with_ray(function, jobs, workers, retries, gpus, progress):
     finally:
         if started: ray.shutdown()
 
-# %% ../nbs/05_distributed.ipynb #35ce1f97
+# %% ../nbs/05_distributed.ipynb #b0f0cca6
 def _ray():
     "Ray, without its reports of usage to its makers."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -87,6 +88,7 @@ def _ray():
     except ImportError: raise InputError("ray is not installed; pip install 'trace_nb[distributed]', or leave out ray=True for processes on this machine") from None
     return ray
 
+# %% ../nbs/05_distributed.ipynb #8f92d3cd
 def _got(ray, ready, retries, done, jobs):
     "A result; the job's own exception, or what became of its worker."
     try: return ray.get(ready)
@@ -94,14 +96,16 @@ def _got(ray, ready, retries, done, jobs):
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError) as e:
         raise InputError(f"a worker died {retries + 1} times ({type(e).__name__}); {done} of {jobs} jobs were done: use fewer workers") from None
 
-# %% ../nbs/05_distributed.ipynb #300b4709
+# %% ../nbs/05_distributed.ipynb #303e2018
 BATCH = 64      # `rollout`'s
 
+# %% ../nbs/05_distributed.ipynb #b5957124
 def evaluation_shards(target: str, policy: str, split: str = "test", trials: int = 4, seed: int = 0) -> list[tuple]:
     "One job for each batch of an evaluation."
     from trace_nb.targets.desk import load_tasks
     return [(target, policy, split, trials, seed, start) for start in range(0, len(load_tasks(target, split)) * trials, BATCH)]
 
+# %% ../nbs/05_distributed.ipynb #f0b220a7
 def play_shard(job: tuple) -> list:
     "Trajectories of a shard."
     from trace_nb.core.rollout import rollout
@@ -134,7 +138,7 @@ def evaluate_sharded(target: str, policy: str, split: str = "test", trials: int 
     name = "routed" if (Path(policy)/"manifest.json").exists() else policy
     return evaluation_frame(played, name, {t.task_id: t.split for t in load_tasks(target, split)}, target)
 
-# %% ../nbs/05_distributed.ipynb #43b57264
+# %% ../nbs/05_distributed.ipynb #271c7247
 def compare_seeds_on(folder, parameters, seeds, methods=None, workers: int = 2, **options) -> dict:
     "`comparison.compare_seeds` with a worker for each seed; its comparison.json."
     from trace_nb.comparison import ROWS, check_methods, pooled
@@ -145,19 +149,21 @@ def compare_seeds_on(folder, parameters, seeds, methods=None, workers: int = 2, 
     write_json(result, Path(folder)/"comparison.json")
     return result
 
+# %% ../nbs/05_distributed.ipynb #9e2bb52c
 def _compared(job):
     "One seed's comparison; its lines say whose they are."
     from trace_nb.comparison import compare
     place, parameters, methods = job
     compare(place, parameters, methods, log=lambda line: print(f"seed {parameters.seed}: {line}", flush=True))
 
-# %% ../nbs/05_distributed.ipynb #ef7e87e3
+# %% ../nbs/05_distributed.ipynb #c4f989ec
 def train_adapters(capabilities, model: str, folder, settings=None, # `GRPOSettings`; default: by the model's size
                    workers: int = 2, **options) -> dict: # capability -> training log
     "One adapter for each capability under folder/<capability>, each on a worker of its own."
     logs = fan_out(_trained, [(c, model, Path(folder)/c, settings) for c in capabilities], workers, **options)
     return dict(zip(capabilities, logs))
 
+# %% ../nbs/05_distributed.ipynb #3867f459
 def _trained(job):
     from trace_nb.core.policy import load_model
     from trace_nb.train.grpo import default_settings, train_adapter
@@ -165,7 +171,7 @@ def _trained(job):
     base, tokenizer = load_model(model)
     return train_adapter(base, tokenizer, capability, folder, settings or default_settings(base))
 
-# %% ../nbs/05_distributed.ipynb #340daa3e
+# %% ../nbs/05_distributed.ipynb #fff90468
 def label_rows_on(trajectories, analyst=None, # anything that travels to a worker; default: the rules
                   workers: int = 2, shard: int = 100, **options) -> list[dict]:
     "`diagnose.labeling.label_rows` in shards of so many trajectories."
@@ -173,16 +179,18 @@ def label_rows_on(trajectories, analyst=None, # anything that travels to a worke
     jobs = [(ordered[i:i + shard], analyst) for i in range(0, len(ordered), shard)]
     return [row for part in fan_out(_labelled, jobs, workers, **options) for row in part]
 
+# %% ../nbs/05_distributed.ipynb #68ec2d6a
 def _labelled(job):
     from trace_nb.diagnose.labeling import label_rows
     return label_rows(*job)
 
-# %% ../nbs/05_distributed.ipynb #2fe92b4a
+# %% ../nbs/05_distributed.ipynb #1b1501f9
 def run_notebooks(jobs: list[tuple], # (notebook, executed copy, parameters)
                   workers: int = 2, **options) -> list[Path]:
     "Papermill jobs, each with a kernel of its own."
     return fan_out(_executed, jobs, workers, **options)
 
+# %% ../nbs/05_distributed.ipynb #61274997
 def _executed(job):
     from trace_nb.evaluate.notebooks import run_notebook
     return run_notebook(*job, progress=None)

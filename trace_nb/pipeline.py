@@ -197,7 +197,7 @@ def halves(trajectories) -> dict:
         if half: found[name] = sum(half) / len(half)
     return found
 
-# %% ../nbs/00_pipeline.ipynb #f6019738
+# %% ../nbs/00_pipeline.ipynb #0d5817af
 def settings_of(run, steps: int = 0):
     "GRPO settings of the run's scale, with as many steps as it says or as are given."
     from trace_nb.train.grpo import GRPOSettings
@@ -213,7 +213,8 @@ def stage_train(run, capability):
     def progress(r):
         run.charge(r)
         run.say(f"{run.current}: step {r['step']} of {s.steps}, reward {r['reward']:.2f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}")
-    log = train_adapter(model, tokenizer, capability, scratch, settings, progress)
+    try: log = train_adapter(model, tokenizer, capability, scratch, settings, progress)
+    except InputError as e: return {"refused": str(e)}      # the pre-flight: nothing to learn from, or a broken environment
     scratch.rename(final)
     return {"first_reward": log[0]["reward"], "last_reward": log[-1]["reward"], "steps": len(log)}
 
@@ -390,17 +391,21 @@ def further_round(run, number: int, described: dict, heirs: dict, routing: dict)
         if verdict["accepted"]: after[capability] = f"{capability}_{number}"
     return after
 
-# %% ../nbs/00_pipeline.ipynb #36131df2
+# %% ../nbs/00_pipeline.ipynb #4525709d
 def run_stages(run, rounds: int = 1) -> dict:
     "All stages in their order; returns the trainable capabilities, the accepted adapters {name: description} and the routing."
     run.stage("base", stage_base)
     selected = run.stage("diagnose", stage_diagnose)
     described = {c["name"]: c["description"] for c in read_json(run.path("capabilities.json"))["capabilities"]}
-    trainable, adapters = list(run.stage("synthesize", lambda r: stage_synthesize(r, selected))), {}
+    trainable, adapters, judged = list(run.stage("synthesize", lambda r: stage_synthesize(r, selected))), {}, []
     for capability in trainable:
-        run.stage(f"train {capability}", lambda r: stage_train(r, capability))
+        trained = run.stage(f"train {capability}", lambda r: stage_train(r, capability))
+        if "refused" in trained:
+            run.say(f"{capability}: not trained, {trained['refused']}", force=True)
+            continue
         verdict = run.stage(f"gate {capability}", lambda r: stage_gate(r, capability, described[capability]))
         run.say(f"{capability}: {'accepted' if verdict['accepted'] else 'rejected, ' + verdict['reason']}", force=True)
+        judged.append(capability)
         if verdict["accepted"]: adapters[capability] = described[capability]
     routing = run.stage("adapt", lambda r: stage_adapt(r, adapters))
     run.stage("evaluate", lambda r: stage_evaluate(r, adapters, routing))
@@ -410,7 +415,7 @@ def run_stages(run, rounds: int = 1) -> dict:
         run.stage(f"evaluate {number}", lambda r: play_routed(r, "test", heirs, routing, f"routed_{number}", r.scale.test_trials))
     run.stage("report", lambda r: stage_report(r, adapters, routing, rounds))
     write_result(run, read_json(run.path("result.json"))["rows"])
-    return {"trainable": {c: described[c] for c in trainable}, "adapters": adapters, "routing": routing}
+    return {"trainable": {c: described[c] for c in judged}, "adapters": adapters, "routing": routing}
 
 # %% ../nbs/00_pipeline.ipynb #c43af865
 def run_loop(folder, parameters: Parameters = Parameters(), log=print, rounds: int = 1) -> dict:

@@ -64,20 +64,22 @@ class Server:
         try: return [m.to_dict() for m in self.client.models.list()]
         except OpenAIError as e: raise self._fault(e) from None
 
-# %% ../../nbs/core/08_vllm.ipynb #b42c6d64
+# %% ../../nbs/core/08_vllm.ipynb #f8aea678
 def _found(self, cards):
     "The base model's card."
     base = [c for c in cards if not c.get("parent")]
     if not base: raise InputError(f"{self.address}: no model is served here; start `vllm serve MODEL --enable-lora`")
     return base[0]
 
+# %% ../../nbs/core/08_vllm.ipynb #7ed7d2de
 def _fault(self, error) -> InputError:
     "A server's fault in one line."
     return InputError(f"{self.address}: {' '.join(str(getattr(error, 'message', error)).split())[:200]}; see to the server and run again")
 
+# %% ../../nbs/core/08_vllm.ipynb #736b79bf
 Server._found, Server._fault = _found, _fault
 
-# %% ../../nbs/core/08_vllm.ipynb #99d6fffd
+# %% ../../nbs/core/08_vllm.ipynb #6af4da2f
 def load(self, name: str, path):
     "Put an adapter on the server; `path` is a folder as the server sees it. One that is there already is kept."
     from openai import APIStatusError, OpenAIError
@@ -86,6 +88,7 @@ def load(self, name: str, path):
         if "already been loaded" not in str(e): raise self._refused(name, e) from None
     except OpenAIError as e: raise self._fault(e) from None
 
+# %% ../../nbs/core/08_vllm.ipynb #8c355719
 def unload(self, name: str):
     "Take an adapter off the server; one that is gone already is no fault."
     from openai import NotFoundError, OpenAIError
@@ -94,6 +97,7 @@ def unload(self, name: str):
     except OpenAIError as e: raise self._fault(e) from None
     self.adapters.pop(name, None)
 
+# %% ../../nbs/core/08_vllm.ipynb #66019753
 Server.load, Server.unload = load, unload
 
 # %% ../../nbs/core/08_vllm.ipynb #06f5f4af
@@ -105,7 +109,7 @@ def _refused(self, name, error) -> InputError:
 
 Server._refused = _refused
 
-# %% ../../nbs/core/08_vllm.ipynb #b3a47551
+# %% ../../nbs/core/08_vllm.ipynb #eb47e8fc
 def add(self, name: str, path, probe: list[int], # ids of a real prompt
         local=None # log-probabilities of the probe under the local base and adapter
        ) -> dict:
@@ -118,11 +122,13 @@ def add(self, name: str, path, probe: list[int], # ids of a real prompt
     self.say(f"{self.address}: adapter {name} loaded; it moves a probe by {found['moved']:.3f} nats" + ("" if local is None else f", {found['off']:.4f} a token from the one here"))
     return found
 
+# %% ../../nbs/core/08_vllm.ipynb #95a0532b
 Server.add = add
 
-# %% ../../nbs/core/08_vllm.ipynb #583c80b1
+# %% ../../nbs/core/08_vllm.ipynb #1e4f4cca
 FORGOTTEN = re.compile(r"does not exist|not found|cannot be found|unknown model|no such", re.I)
 
+# %% ../../nbs/core/08_vllm.ipynb #eafdd5c1
 def ask(self, ids, adapter: str | None = None, recover: bool = True, **options) -> dict:
     "The server's one choice for a prompt of ids; `options` are vLLM's."
     from openai import BadRequestError, NotFoundError, OpenAIError
@@ -134,6 +140,7 @@ def ask(self, ids, adapter: str | None = None, recover: bool = True, **options) 
     self._again(adapter, seen)
     return self.ask(ids, adapter, recover=False, **options)
 
+# %% ../../nbs/core/08_vllm.ipynb #f8a060f6
 def _again(self, adapter, seen):
     "Load a forgotten adapter again, unless another request has done so since."
     with self.lock:
@@ -141,6 +148,7 @@ def _again(self, adapter, seen):
         self.say(f"{self.address}: adapter {adapter} is gone, the server was restarted; loading it again")
         self.add(adapter, *self.adapters[adapter])
 
+# %% ../../nbs/core/08_vllm.ipynb #cba4b74d
 Server.ask, Server._again = ask, _again
 
 # %% ../../nbs/core/08_vllm.ipynb #cc551eba
@@ -175,7 +183,7 @@ class VLLM(Local):
         for adapter in sorted({c.adapter for c in conversations} - {None}): self._serve(adapter)
         if conversations and self.temperature not in (0, 1) and not self.checked: self._check_temperature()
 
-# %% ../../nbs/core/08_vllm.ipynb #a02d397b
+# %% ../../nbs/core/08_vllm.ipynb #f9bbe4be
 def _serve(self, adapter):
     "Put an adapter's present weights on the server under a name of their own, and take the last ones off."
     path, digest = self._written(adapter)
@@ -188,9 +196,10 @@ def _serve(self, adapter):
         self.server.unload(last)
         if adapter not in self.folders: shutil.rmtree(Path(self.folder)/last, ignore_errors=True)
 
+# %% ../../nbs/core/08_vllm.ipynb #59d3351c
 VLLM._serve = _serve
 
-# %% ../../nbs/core/08_vllm.ipynb #b5c1bdd3
+# %% ../../nbs/core/08_vllm.ipynb #63024195
 def _written(self, adapter) -> tuple:
     "Folder of an adapter as the server sees it, and a hash of what is in it (of its name, where we cannot see it)."
     if adapter in self.folders:
@@ -202,6 +211,7 @@ def _written(self, adapter) -> tuple:
     if not path.exists(): self.model.save_pretrained(str(path), selected_adapters=[adapter])
     return path, digest
 
+# %% ../../nbs/core/08_vllm.ipynb #e3abced7
 def weights_hash(model) -> str:
     "A hash of the trainable weights."
     import torch
@@ -210,13 +220,15 @@ def weights_hash(model) -> str:
         if p.requires_grad: digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()[:12]
 
+# %% ../../nbs/core/08_vllm.ipynb #68896292
 VLLM._written = _written
 
-# %% ../../nbs/core/08_vllm.ipynb #5fafca74
+# %% ../../nbs/core/08_vllm.ipynb #459e7615
 def write(self, conversations) -> list[tuple]:
     "One turn for each conversation: (ids, log-probabilities); both empty without room, or after a fault, which is in `fault`."
     with ThreadPoolExecutor(self.parallel) as pool: return list(pool.map(self._turn, conversations))
 
+# %% ../../nbs/core/08_vllm.ipynb #bdd90213
 def _turn(self, c):
     room = min(c.limit or self.max_new_tokens, self.max_length - 1 - len(c.ids))
     if room < 1: return [], []
@@ -225,13 +237,15 @@ def _turn(self, c):
     except InputError as e: c.fault = str(e)
     return [], []
 
+# %% ../../nbs/core/08_vllm.ipynb #ed343a97
 def _whole(self) -> dict:
     "Sample from the whole distribution (a model's own generation config is a server's default), stop where we do, keep special tokens."
     return dict(top_p=1., top_k=-1, min_p=0., repetition_penalty=1., stop_token_ids=sorted(self.stops), skip_special_tokens=False)
 
+# %% ../../nbs/core/08_vllm.ipynb #329bae87
 VLLM.write, VLLM._turn, VLLM._whole = write, _turn, _whole
 
-# %% ../../nbs/core/08_vllm.ipynb #7bf6189f
+# %% ../../nbs/core/08_vllm.ipynb #771a5471
 def _spoken(self, c, choice) -> tuple:
     "Ids and log-probabilities of a choice; a server that did not see our ids, or hides its own, is a fault."
     ids, logps = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
@@ -239,14 +253,16 @@ def _spoken(self, c, choice) -> tuple:
     if choice.get("prompt_token_ids", c.ids) != c.ids: raise InputError(f"{self.server.address}: the server read other prompt ids than were sent; nothing sampled from it can be trained on")
     return ids, logps
 
+# %% ../../nbs/core/08_vllm.ipynb #f975e349
 def act(self, conversations) -> list[dict | None]:
     "One assistant message for each conversation; None where the server had a fault."
     self._read_in(conversations)
     return [self._heard(c, *turn) for c, turn in zip(conversations, self.write(conversations))]
 
+# %% ../../nbs/core/08_vllm.ipynb #82d234e8
 VLLM._spoken, VLLM.act = _spoken, act
 
-# %% ../../nbs/core/08_vllm.ipynb #088c47df
+# %% ../../nbs/core/08_vllm.ipynb #f25baa34
 def _heard(self, c, ids, logps):
     "Append a turn to its conversation; the message that it spells."
     if c.fault: return
@@ -254,6 +270,7 @@ def _heard(self, c, ids, logps):
     c.ids += ids; c.mask += [1] * len(ids); c.logps += logps; c.encoded += 1
     return self.said(ids, sum(m["role"] == "assistant" for m in c.episode.messages), self._tools(c)) if ids else {"role": "assistant", "content": ""}
 
+# %% ../../nbs/core/08_vllm.ipynb #5d38ae66
 VLLM._heard = _heard
 
 # %% ../../nbs/core/08_vllm.ipynb #20f9398c
