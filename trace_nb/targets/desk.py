@@ -7,14 +7,14 @@ __all__ = ['KINDS', 'STEPS', 'CHECKS', 'CHOICE', 'CALLS', 'NEEDS', 'GREETINGS', 
            'TARGETS', 'Desk', 'get_reward', 'RetailDesk', 'AirlineDesk', 'Task', 'desk_tasks', 'phone_tasks',
            'load_tasks']
 
-# %% ../../nbs/targets/01_desk.ipynb #e0fc59a5
+# %% ../../nbs/targets/01_desk.ipynb #61b8e35f
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ..core.trajectory import InputError, data_folder, read_json
 from .domains import LAST, Airline, Operation, Retail, make_order, make_reservation, make_user
 
-# %% ../../nbs/targets/01_desk.ipynb #d452b2a9
-KINDS = {"plain": .12, "question": .05, "changed": .04, "multi": .14, "precondition": .13, "fallback": .06, "both": .09, "choice": .13, "exact": .12, "multi choice": .06, "multi exact": .06}
+# %% ../../nbs/targets/01_desk.ipynb #ff80cc76
+KINDS = {"plain": .08, "question": .04, "changed": .04, "multi": .14, "precondition": .12, "fallback": .06, "both": .14, "choice": .11, "exact": .11, "multi choice": .08, "multi exact": .08}
 STEPS, CHECKS, CHOICE, CALLS = "multi_step_task_completion", "precondition_verification", "structured_data_reasoning", "tool_calling_precision"
 NEEDS = {"plain": (), "question": (), "changed": (), "multi": (STEPS,), "precondition": (CHECKS,), "fallback": (CHECKS,), "both": (STEPS, CHECKS),
          "choice": (CHOICE,), "exact": (CALLS,), "multi choice": (STEPS, CHOICE), "multi exact": (STEPS, CALLS)}
@@ -103,7 +103,7 @@ class RetailDesk(Desk, Retail):
         if sort in ("allowed", "forbidden"): return self._simple(rng, user, sort == "allowed")
         return {"question": self._status, "fallback": self._either, "choice": self._replacement, "exact": self._exact}[sort](rng, user)
 
-# %% ../../nbs/targets/01_desk.ipynb #6d2dcdb3
+# %% ../../nbs/targets/01_desk.ipynb #254fb873
 def _simple(self, rng, user, allowed):
     "A cancellation or a return of everything."
     cancel = rng.random() < .5
@@ -121,7 +121,7 @@ def _either(self, rng, user):
     "Cancel, or if that cannot be done return: the status decides."
     order, id = self._order(rng, user, rng.choice(["pending", "delivered"]))
     op = self._cancel_order(order, "no longer needed")
-    return op if op.allowed else self._return_order(order), f"cancel order {id}, {rng.choice(WHY)}, and if that cannot be done return everything in it"
+    return op if op.allowed else replace(self._return_order(order), instead_of=op), f"cancel order {id}, {rng.choice(WHY)}, and if that cannot be done return everything in it"
 
 # %% ../../nbs/targets/01_desk.ipynb #0db215fc
 def _replacement(self, rng, user):
@@ -176,13 +176,13 @@ def _count(self, rng, user):
 
 def _booked(rng): return rng.choice(["economy", "business"]), rng.choice(["yes", "no"]), f"2024-05-{rng.randrange(1, 13):02}"
 
-# %% ../../nbs/targets/01_desk.ipynb #73fe7d0e
+# %% ../../nbs/targets/01_desk.ipynb #9c2d5fcc
 def _either(self, rng, user):
     "Cancel, or if that cannot be done add a bag: the rule decides."
     reason, *facts = _cancellation(rng, rng.random() < .5)
     r, id = self._reservation(rng, user, *facts, 0)
     op = self._cancel_reservation(r, reason)
-    return op if op.allowed else self._set_bags(r, 1), f"cancel reservation {id} because {rng.choice(REASONS[reason])}, and if that cannot be done change it to 1 bags"
+    return op if op.allowed else replace(self._set_bags(r, 1), instead_of=op), f"cancel reservation {id} because {rng.choice(REASONS[reason])}, and if that cannot be done change it to 1 bags"
 
 def _other_flight(self, rng, user):
     r, id = self._reservation(rng, user, *_booked(rng))

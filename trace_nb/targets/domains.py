@@ -103,7 +103,7 @@ def make_reservation(rng, user, cabin="economy", insurance="no", created="2024-0
             "created_at": f"{created}T{rng.randrange(16, 24) if created.endswith('14') else rng.randrange(0, 15):02}:{rng.randrange(10, 60)}:{rng.randrange(10, 60)}",
             "total_baggages": bags, "nonfree_baggages": 0, "insurance": insurance, "status": None}
 
-# %% ../../nbs/targets/00_domains.ipynb #7d762a6c
+# %% ../../nbs/targets/00_domains.ipynb #79299328
 @dataclass(frozen=True)
 class Operation:
     "One thing the user asks for."
@@ -116,6 +116,7 @@ class Operation:
     answer: str = ""             # for a question: the words the reply must hold
     looks: tuple = ()            # look-ups that the choice among variants or flights needs, as calls
     form: str = ""               # what is easily got wrong in the form of the write
+    instead_of: "Operation | None" = None   # the wish that it replaces, which the rules forbid
 
 # %% ../../nbs/targets/00_domains.ipynb #fa948628
 def _write(tool):
