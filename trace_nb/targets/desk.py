@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from ..core.trajectory import InputError, data_folder, read_json
 from .domains import LAST, Airline, Operation, Retail, make_order, make_reservation, make_user
 
-# %% ../../nbs/targets/01_desk.ipynb #ff80cc76
-KINDS = {"plain": .08, "question": .04, "changed": .04, "multi": .14, "precondition": .12, "fallback": .06, "both": .14, "choice": .11, "exact": .11, "multi choice": .08, "multi exact": .08}
+# %% ../../nbs/targets/01_desk.ipynb #c8a5c9c3
+KINDS = {"plain": .06, "question": .04, "changed": .04, "multi": .11, "precondition": .11, "fallback": .05, "both": .11, "choice": .12, "exact": .17, "multi choice": .08, "multi exact": .11}
 STEPS, CHECKS, CHOICE, CALLS = "multi_step_task_completion", "precondition_verification", "structured_data_reasoning", "tool_calling_precision"
 NEEDS = {"plain": (), "question": (), "changed": (), "multi": (STEPS,), "precondition": (CHECKS,), "fallback": (CHECKS,), "both": (STEPS, CHECKS),
          "choice": (CHOICE,), "exact": (CALLS,), "multi choice": (STEPS, CHOICE), "multi exact": (STEPS, CALLS)}
