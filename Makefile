@@ -2,6 +2,7 @@
 PYTHON ?= python3
 NAME   ?= quick
 SEED   ?= 0
+EXTRAS ?= dev
 
 BIN  = .venv/bin
 DONE = .venv/.installed
@@ -61,5 +62,5 @@ $(BIN)/pip:
 
 $(DONE): settings.ini setup.py pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing into .venv: minutes the first time, seconds later"
-	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@

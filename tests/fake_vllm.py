@@ -17,7 +17,7 @@ class FakeVLLM:
         self.bias, self.raw, self.stop_after = 1., True, None
         vars(self).update(faults)
         self.model, self.tokenizer = load_model("pocket")
-        self.adapters, self.decoders, self.bodies, self.loads, self.lock, self.number = {}, {}, [], [], threading.Lock(), 0
+        self.adapters, self.decoders, self.bodies, self.loads, self.lock, self.number, self.gone = {}, {}, [], [], threading.Lock(), 0, False
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"fake": self}))
         self.server.daemon_threads, self.server.handle_error, self.broken = True, self.remember, None
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
@@ -27,6 +27,7 @@ class FakeVLLM:
         return self
 
     def __exit__(self, *_):
+        self.gone = True     # also for connections that are kept open
         self.server.shutdown(); self.server.server_close()
         if self.broken: raise self.broken
 
@@ -41,8 +42,10 @@ class FakeVLLM:
         if self.closed: return 404, "Not Found"
         if name in self.adapters: return 400, f"The lora adapter '{name}' has already been loaded."
         self.loads.append(name); self.number += 1
-        inner, sort = f"a{self.number}", isinstance(self.model, PeftModel)
-        try: self.model = self.model if sort and self.model.load_adapter(path, adapter_name=inner) else self.model if sort else PeftModel.from_pretrained(self.model, path, adapter_name=inner).eval()
+        inner = f"a{self.number}"
+        try:
+            if isinstance(self.model, PeftModel): self.model.load_adapter(path, adapter_name=inner)
+            else: self.model = PeftModel.from_pretrained(self.model, path, adapter_name=inner).eval()
         except (OSError, ValueError) as e: return 400, f"No adapter found for {name}: {type(e).__name__}"
         self.adapters[name] = None if self.ignore else next(iter(self.adapters.values()), inner) if self.stale else inner
 
@@ -86,6 +89,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.fake.gone: self.close_connection = True; return
         with self.fake.lock: status, content = getattr(self, self.path.rsplit("/", 1)[1])(body)
         self.give(status, content if status == 200 else {"error": {"message": content, "code": status}})
 

@@ -56,7 +56,7 @@ def test_greedy_turns_are_those_of_the_local_adapter(adapters, tokenizer):
 
 def test_same_seed_same_episodes(adapters, tokenizer):
     with FakeVLLM() as server:
-        played = [[t.messages for t in rollout(sampler(server, tokenizer, adapters), MultiStepRetail, range(2), adapters=["other"] * 2, seed=s)] for s in (1, 1, 2)]
+        played = [[t.messages for t in rollout(sampler(server, tokenizer, adapters, max_new_tokens=24), MultiStepRetail, [0], adapters=["other"], seed=s)] for s in (1, 1, 2)]
     assert played[0] == played[1] != played[2]
     sent = [b for b in server.bodies if "prompt_logprobs" not in b]
     assert all(b["top_p"] == 1 and b["top_k"] == -1 and b["return_token_ids"] and b["prompt"] and isinstance(b["prompt"][0], int) for b in sent)
@@ -83,7 +83,7 @@ def test_a_restarted_server_gets_its_adapters_back(adapters, tokenizer):
     "In the middle of a batch; said once, loaded once, and the episodes are those of a server that stayed."
     def episodes(**faults):
         said = []
-        with FakeVLLM(**faults) as server: return [t.messages for t in rollout(sampler(server, tokenizer, adapters, say=said.append), MultiStepRetail, range(3), adapters=["multi_step"] * 3, seed=5)], said, server
+        with FakeVLLM(**faults) as server: return [t.messages for t in rollout(sampler(server, tokenizer, adapters, say=said.append, max_new_tokens=24), MultiStepRetail, range(3), adapters=["multi_step"] * 3, seed=5)], said, server
     calm, said, server = episodes()
     assert len(server.loads) == 1 and len(said) == 1
     again, said, server = episodes(stop_after=5)
@@ -104,15 +104,15 @@ def test_a_server_that_goes_away_is_no_failure_of_the_agent(tokenizer):
 
 
 def test_log_probabilities_must_be_those_of_the_sampling(tokenizer):
-    with FakeVLLM(raw=True) as server, pytest.raises(InputError, match="processed_logprobs"): rollout(sampler(server, tokenizer, temperature=.7), MultiStepRetail, [0])
-    with FakeVLLM(raw=False) as server: assert rollout(sampler(server, tokenizer, temperature=.7), MultiStepRetail, [0])[0].termination != "policy_error"
+    with FakeVLLM(raw=True) as server, pytest.raises(InputError, match="processed_logprobs"): rollout(sampler(server, tokenizer, temperature=.7, max_new_tokens=8), MultiStepRetail, [0])
+    with FakeVLLM(raw=False) as server: assert rollout(sampler(server, tokenizer, temperature=.7, max_new_tokens=8), MultiStepRetail, [0])[0].termination != "policy_error"
 
 
 def mismatch(server, tokenizer):
-    "The record of four conversations, and the weights' mean over action tokens."
+    "The record of two conversations, and the weights' mean over action tokens."
     model, _ = load_model("pocket")
-    played = [grpo._begin(MultiStepRetail, s, None) for s in range(4)]
-    play(sampler(server, tokenizer), played)
+    played = [grpo._begin(MultiStepRetail, s, None) for s in range(2)]
+    play(sampler(server, tokenizer, max_new_tokens=24), played)
     ids, mask, _ = grpo.padded([grpo.Row(c.prompt, c.ids, c.mask, 1.) for c in played])
     sampled = torch.nn.utils.rnn.pad_sequence([torch.tensor(c.logps) for c in played], batch_first=True)[:, 1:]
     with torch.no_grad(): return importance_weights(grpo.token_logps(model, ids, mask), sampled, mask[:, 1:])
@@ -130,7 +130,7 @@ def test_a_grpo_run_sampled_by_the_server(tokenizer, tmp_path, monkeypatch):
     said, shared = [], tmp_path/"shared"
     with FakeVLLM() as server:
         monkeypatch.setattr(grpo, "Local", lambda model, tokenizer, **o: sampler(server, tokenizer, model=model, folder=shared, say=said.append, **o))
-        settings = grpo.GRPOSettings(steps=2, groups=2, group_size=4, max_new_tokens=40, max_length=512)
+        settings = grpo.GRPOSettings(steps=2, groups=2, group_size=4, max_new_tokens=30, max_length=512)
         log = grpo.train_adapter(load_model("pocket")[0], tokenizer, "multi_step_task_completion", tmp_path/"adapter", settings, check=False, checkpoint_every=0)
         assert len(log) == 2 and (tmp_path/"adapter"/"adapter_model.safetensors").exists()
         assert len(server.adapters) == 1 and [p.name for p in shared.iterdir()] == list(server.adapters)

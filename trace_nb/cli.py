@@ -131,9 +131,10 @@ def generate(capability: str, # selected_capabilities.json, or one entry of it
     if repairs < 0 or budget_tokens < 0: raise InputError("--repairs and --budget-tokens must be at least 0")
     print(generator.generate(capability, endpoint, out, model, trajectories, domain, repairs, budget=Budget(budget_tokens or None)))
 
-# %% ../nbs/01_cli.ipynb #ff25c04c
+# %% ../nbs/01_cli.ipynb #06b7efb5
 def evaluate(target: str = "desk", # the world
-             policy: str = "pocket", # oracle, do_nothing, a model, or a run folder (its router and adapters)
+             policy: str = "pocket", # oracle, do_nothing, a model, a run folder (its router and adapters), or a server's address
+             model: str = "", # behind an address: the model's name; its key is read from OPENAI_API_KEY
              split: str = "test", # train, test or all
              trials: int = 0, # of each task; default 1 for scripts, 4 for models
              seed: int = 0, json: str = ""): # write the table's numbers here
@@ -141,7 +142,7 @@ def evaluate(target: str = "desk", # the world
     if json: writable(json)
     from trace_nb.evaluate.evaluate import format_table, results_table, table_rows
     from trace_nb.pipeline import evaluate_policy
-    table = results_table(evaluate_policy(target, policy, split, trials, seed), seed=seed)
+    table = results_table(evaluate_policy(target, policy, split, trials, seed, model), seed=seed)
     _table(table_rows(table), json, format_table(table))
 
 # %% ../nbs/01_cli.ipynb #2a80f983
@@ -268,9 +269,9 @@ def adapters(action: str, # list, similarity, merge, prune, save or load
     text, rows = library_command(action, list(_names(folders)), out, method, keep=keep or None, threshold=None if math.isnan(threshold) else threshold, seed=seed, public=public)
     _table(rows, json, text)
 
-# %% ../nbs/01_cli.ipynb #b3e4ef04
+# %% ../nbs/01_cli.ipynb #157a365f
 def serve(adapters: str, # a run, or a folder of adapters
-          model: str = "pocket", # the frozen base
+          model: str = "", # the frozen base; default: the run's, or pocket
           host: str = "127.0.0.1", port: int = 8000,
           key_env: str = "", # environment variable with the key that clients must show
           max_concurrent: int = 256, # requests at once; more get 429
@@ -278,7 +279,10 @@ def serve(adapters: str, # a run, or a folder of adapters
           upstream_model: str = ""): # the base's name there
     "Serve base and adapters as one OpenAI-compatible endpoint that routes each conversation."
     from trace_nb.adapt.serve import serve as start
-    start(adapters, model, host, port, key_env, max_concurrent, upstream, upstream_model, say=lambda line: print(line, flush=True))
+    if not model and os.path.exists(os.path.join(adapters, "manifest.json")):
+        from trace_nb.pipeline import run_model
+        model = run_model(adapters)
+    start(adapters, model or "pocket", host, port, key_env, max_concurrent, upstream, upstream_model, say=lambda line: print(line, flush=True))
 
 # %% ../nbs/01_cli.ipynb #075af5bd
 COMMANDS = {"run": run, "plan": plan, "compare": compare, "scale": scale, "import": import_, "label": label, "select": select, "audit": audit,

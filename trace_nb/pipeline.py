@@ -437,9 +437,11 @@ def summary(result: dict, split: str = "test") -> str:
     lines.append(f"total {sum(result['seconds'].values()):.0f} s, peak memory {result['peak_memory_bytes'] / 2**30:.2f} GiB, seed {result['seed']}")
     return "\n".join(lines)
 
-# %% ../nbs/00_pipeline.ipynb #4801bbe3
-def evaluate_policy(target: str, policy: str, split: str = "test", trials: int = 0, seed: int = 0):
-    "The evaluation frame of one policy on a target."
+# %% ../nbs/00_pipeline.ipynb #423a7866
+def evaluate_policy(target: str, policy: str, split: str = "test", trials: int = 0, seed: int = 0,
+                    model: str = "", # behind an address: the model's name there
+                    say=print):
+    "The evaluation frame of one policy on a target; on tau2 and ToolSandbox also of the tasks that mean something."
     from trace_nb.core.policy import SCRIPTED, load_policy
     from trace_nb.core.rollout import rollout
     from trace_nb.evaluate.evaluate import evaluation_frame
@@ -447,10 +449,34 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
     if trials < 0: raise InputError(f"--trials is {trials}; give at least 1, or 0 for the default")
     tasks, adapters, name = load_tasks(target, split), None, policy
     if (Path(policy)/"manifest.json").exists(): agent, adapters, name = routed_agent(policy, tasks)
+    elif policy.startswith(("http://", "https://")):
+        if not model: raise InputError(f"--model is missing; name the model behind {policy}")
+        agent, name = load_policy(policy, model=model), model
     else: agent = load_policy(weights_of(policy, target))
-    trajectories = rollout(agent, [t.environment for t in tasks], [t.seed for t in tasks], trials or (1 if policy in SCRIPTED else 4), [t.task_id for t in tasks],
-                           [f"{target}:{t.domain}" for t in tasks], adapters, seed=seed)
-    return evaluation_frame(trajectories, name, {t.task_id: t.split for t in tasks}, target)
+    def frame_of(agent, name, trials, adapters=None):
+        played = rollout(agent, [t.environment for t in tasks], [t.seed for t in tasks], trials, [t.task_id for t in tasks], [f"{target}:{t.domain}" for t in tasks], adapters, seed=seed)
+        return evaluation_frame(played, name, {t.task_id: t.split for t in tasks}, target)
+    frame = frame_of(agent, name, trials or (1 if policy in SCRIPTED else 4), adapters)
+    if hasattr(agent, "server"): _answered(agent, frame, say)
+    return _narrowed(frame, tasks, target, lambda: frame_of(load_policy("do_nothing"), "do_nothing", 1))
+
+def _answered(agent, frame, say):
+    "What a server's answers cost; no answer at all is an error, not a rate."
+    from trace_nb.core.endpoint import ledger_text
+    say(ledger_text(agent.server.ledger))
+    if len(frame) and (frame.termination == "policy_error").all(): raise InputError(f"{agent.name}: the server answered no request; check the address, the model's name and OPENAI_API_KEY")
+
+def _narrowed(frame, tasks, target, idle):
+    "The frame with the rows that a benchmark needs beside its whole: without what doing nothing solves, without known bad gold, without what cannot be done."
+    import pandas as pd
+    if target == "tau2":
+        from trace_nb.targets.tau2 import beyond_do_nothing, without_known_issues
+        if "do_nothing" not in set(frame.method): frame = pd.concat([frame, idle()], ignore_index=True)
+        return pd.concat([frame, beyond_do_nothing(frame), without_known_issues(frame, tasks)], ignore_index=True)
+    if target == "toolsandbox":
+        from trace_nb.targets.toolsandbox import without_insufficient_information
+        return pd.concat([frame, without_insufficient_information(frame, tasks)], ignore_index=True)
+    return frame
 
 # %% ../nbs/00_pipeline.ipynb #cd376169
 def accepted_adapters(folder) -> dict:

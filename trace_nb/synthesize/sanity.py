@@ -642,12 +642,13 @@ def no_solution_leakage(environment_class, seeds) -> tuple:
     found = {s: said for s in list(seeds)[:50] if (said := leaks(environment_class, s))}
     return len(found), [f"seed {s}: the agent sees first {'; '.join(said[:2])}" for s, said in itertools.islice(found.items(), 3)], ""
 
-# %% ../../nbs/synthesize/01_sanity.ipynb #ab271504
+# %% ../../nbs/synthesize/01_sanity.ipynb #361ea673
 def fidelity(environment_class, seeds) -> tuple:
     "How faithful the environment is to its target's tools, parameters and records."
     try: found = interface_fidelity(environment_class, list(seeds)[:20])
     except InputError as e: raise Skipped(str(e)) from None
-    renamed = [d for d in found["differences"] if "the target has no parameter" in d]
+    from trace_nb.targets.live_schemas import live_differences
+    renamed = [d for d in found["differences"] if "the target has no parameter" in d] + [f"{d} (installed)" for d in live_differences(environment_class.domain, environment_class)]
     return found["score"], renamed, "; ".join(d for d in found["differences"] if d not in renamed)
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #5f66b767
