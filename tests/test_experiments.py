@@ -1,13 +1,15 @@
 "The experiment notebooks run headless on what a run left on disk, and refuse what they do not know."
-import json
-from dataclasses import replace
+import json, shutil
+from dataclasses import asdict, replace
 
 import pytest
 
-from conftest import SKILL
+from conftest import SKILL, episode
 from test_diagnose import conversation
-from trace_nb.core.trajectory import InputError, write_json, write_trajectories
+from trace_nb.core.trajectory import InputError, read_json, write_json, write_trajectories
+from trace_nb.evaluate.ledger import charge, equal_budget, ledger_record, ledger_rows
 from trace_nb.evaluate.notebooks import experiments, experiments_folder, run_notebook
+from trace_nb.pipeline import Parameters
 
 
 def cells(path):
@@ -61,16 +63,88 @@ def test_environment_sanity_without_a_model(tmp_path):
     assert "refuse" in text and figures(out) == 4 and quiet(out)
 
 
+def log_lines(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, records)) + '\n{"step": 99, "los')
+
+
+GATE = {"held_out_base": .4, "held_out_adapter": .7, "held_out_gain": .3, "held_out_gain_interval": [.2, .4], "held_out_p": .0002, "held_out_noise": .08, "held_out_tasks": 96,
+        "train_base": .4, "train_adapter": .5, "train_gain": .1, "train_gain_interval": [-.02, .2], "train_p": .07, "train_noise": .11, "train_tasks": 60}
+WINS = {"core_tsv": lambda i, k: i % 2 == 0 or i == 1, "sft": lambda i, k: i < 5, "distilled": lambda i, k: i < 4 + k, "top_p": lambda i, k: i % 2 == 0, "turns": lambda i, k: i < 7, "multi_grpo": lambda i, k: i % 3 == 0}
+
+
+def compared(run, folder):
+    "A comparison of two seeds around copies of a tiny run, with its rows' logs and trajectories."
+    tasks = [f"retail_{i:02d}" for i in range(12)]
+    grpo = [{"step": n, "reward": n / 6, "success": n / 8, "informative_share": .5, "completion_length": 40, "truncated_share": 0., "rollouts": 64, "tokens": 900, "seconds": 1., "refilled_groups": 1} for n in range(1, 6)]
+    sft = [{"step": n, "epoch": n / 2, "loss": 2 / n, "accuracy": .8, "rollouts": 0, "tokens": 400, "seconds": .5, **({"rows": 30, "left_out": 1} if n == 1 else {}), **({"held_out_loss": 2.5 / n} if n % 2 == 0 else {})} for n in range(1, 9)]
+    facts = lambda n: {"one": {"reverse_kl": 1 / n, "drift": n / 9, "reward": .5, "success": n / 9, "rollouts": 32}, "two": {"reverse_kl": n / 10, "drift": .1, "reward": .5, "success": .4, "rollouts": 32}}
+    taught = [{"step": n, "reward": .5, "success": .5, "reverse_kl": .5, "drift": .2, "completion_length": 40, "truncated_share": 0., "rollouts": 64, "tokens": 900, "capabilities": facts(n), "loss": .1, "seconds": 1.} for n in range(1, 6)]
+    for seed in (0, 1):
+        place, parameters = folder/f"seed_{seed}", asdict(Parameters(seed=seed))
+        shutil.copytree(run, place/"trace")
+        write_json({"parameters": parameters, "stages": {}, "budget": {}}, place/"trace"/"manifest.json")
+        card = place/"trace"/"adapters"/SKILL/"capability.json"
+        write_json({**read_json(card), "metrics": GATE, "method": "grpo", "base": {"name": "pocket", "sha256": "abc123"}, "environments": {"ToolPrecision": "0123456789abcdef"}, "settings": {"steps": 10, "rank": 8}}, card)
+        for name, records in {"multi_grpo": grpo, "sft": sft, "distilled": taught}.items(): log_lines(place/"rows"/name/"training_log.jsonl", records)
+        write_json({"rank": 16, "norm": 2., "norms": [1., 1.], "cosine_to_sum": .9, "energy_kept": 1., "condition": 3., "density": None}, place/"rows"/"core_tsv"/"merge.json")
+        for name, won in WINS.items(): write_trajectories([episode(name, t, k, won(i, k)) for i, t in enumerate(tasks) for k in range(2)], place/"trajectories"/f"{name}_test.jsonl")
+        made = {name: {"adapters": {name: f"rows/{name}"}} for name in WINS}
+        made["top_p"]["choices"] = {t: SKILL if i % 2 else None for i, t in enumerate(tasks)}
+        made["turns"]["turns"] = {"refused": SKILL} if seed else {}
+        made["routed:tfidf"] = {"trials": dict.fromkeys(tasks, "base"), "note": "12 tokens and 3 ms a request; right on 75% of the examples"}
+        write_json({"parameters": parameters, "stages": {f"make {n}": {"name": f"make {n}", "key": "", "seconds": 1., "result": m} for n, m in made.items()}, "budget": {}}, place/"manifest.json")
+        records = [charge(ledger_record(n, seed), "training", rollouts) for n, rollouts in {"routed": 3000, "core_tsv": 3000, "sft": 3000, "distilled": 5400, "base_again": 0}.items()]
+        write_json({"seed": seed, "rows": [], "ledger": ledger_rows(records), "equal_budget": equal_budget(records, budget=3000), "notes": {"sft": "31 of 40 successes kept"}, "not_run": [{"method": "awm", "reason": "no data"}]}, place/"comparison.json")
+
+
 def test_grpo_runs(run, tmp_path):
     out = run_notebook("grpo_runs", tmp_path/"3.ipynb", {"run": str(run)}, progress=None)
-    assert f"{SKILL} (10 steps)" in shown(out) and "accepted" in shown(out) and figures(out) == 2 and quiet(out)
+    text = shown(out)
+    for part in (f"{SKILL} (10 steps)", "accepted", "0.866", "-2.645", "hold no intervals", "Only a comparison has them"): assert part in text, part
+    assert figures(out) == 2 and quiet(out)
+
+
+def test_grpo_runs_of_a_comparison(run, tmp_path):
+    compared(run, tmp_path/"compare")
+    out = run_notebook("grpo_runs", tmp_path/"3.ipynb", {"comparison": str(tmp_path/"compare")}, progress=None)
+    text = shown(out)
+    for part in (f"{SKILL} (10 steps)", "multi_grpo", "seed_1", "+30.0%", "<.001", "abc123", "ToolPrecision 01234567"): assert part in text, part
+    assert figures(out) == 5 and quiet(out)
 
 
 def test_routing_ablation(run, tmp_path):
     out = run_notebook("4_routing_ablation", tmp_path/"4.ipynb", {"run": str(run)}, progress=None)
     text = shown(out)
-    assert all(part in text for part in ("regret", "channel  80.0% right", "oracle (bound)", "doing nothing solves 1 of 12 tasks", "two equal runs", "pass@2"))
-    assert figures(out) == 3 and quiet(out)
+    for part in ("regret", "channel  80.0% right", "oracle (bound)", "doing nothing solves 1 of 12 tasks", "two equal runs", "pass@2", "No merge was played"): assert part in text, part
+    assert figures(out) == 5 and quiet(out)
+
+
+def test_routing_ablation_says_when_a_merge_is_as_good(run, tmp_path):
+    compared(run, tmp_path/"compare")
+    out = run_notebook("4_routing_ablation", tmp_path/"4.ipynb", {"comparison": str(tmp_path/"compare")}, progress=None)
+    text = shown(out)
+    for part in ("2 seed(s)", "The best merge, core_tsv, solves 58.3%, routing 41.7%: +16.7%", "No advantage of routing over this merge is shown", "distilled: 80% more than the budget: its gain is overstated", "awm: not run, no data",
+                 "seed_0: no event changes", f"seed_1: after refused: {SKILL}", "0.75", "union of 2"): assert part in text, part
+    assert figures(out) == 5 and quiet(out)
+
+
+def test_sft_and_distillation(run, tmp_path):
+    compared(run, tmp_path/"compare")
+    out = run_notebook("5_sft_and_distillation", tmp_path/"5.ipynb", {"comparison": str(tmp_path/"compare")}, progress=None)
+    text = shown(out)
+    for part in ("31 of 40 successes kept", "seed_1: nearer to one: 1.000 to 0.200", "NOT nearer to two", "distilled: 5,400 rollouts of 3,000: 80% more than the budget", "distilled against sft"): assert part in text, part
+    assert figures(out) == 5 and quiet(out)
+
+
+@pytest.mark.parametrize("name, parameter", [("3_grpo_runs", "comparison"), ("4_routing_ablation", "comparison"), ("5_sft_and_distillation", "comparison")])
+def test_a_missing_comparison_names_the_command_that_makes_it(tmp_path, name, parameter):
+    source = [c["source"] for c in cells(experiments_folder()/f"{name}.ipynb")]
+    place = {}
+    with pytest.raises(InputError, match="no comparison here; `trace-nb compare --out"):
+        for cell in source:
+            exec("".join(line for line in cell if not line.startswith("%")), place)
+            if "comparison" in place: place[parameter] = str(tmp_path/"nowhere")
 
 
 def test_a_misspelt_parameter_is_refused_before_anything_runs(tmp_path):

@@ -117,13 +117,13 @@ def make_sft(c):
     sft_adapter(*load_model(c.parameters.weights), "sft", c.path("rows", "sft"), kept, SFTSettings(seed=c.parameters.seed), lambda r: c.say(f"sft: loss {r['loss']:.3f}"))
     return {"adapters": {"sft": "rows/sft"}, "note": f"{len(kept)} of {spent['successes']} successes kept"}
 
-# %% ../nbs/02_comparison.ipynb #ec2dec02
+# %% ../nbs/02_comparison.ipynb #33e57a0e
 def make_distilled(c):
     "One adapter by on-policy distillation from the accepted adapters."
     from trace_nb.core.policy import load_model
     from trace_nb.train.distill import DistillSettings, distill_adapter
     teachers = {n: c.path(c.adapter(n)) for n in needs(c, "adapters")}
-    settings = DistillSettings(steps=len(teachers) * c.scale.steps, groups=c.scale.groups * c.scale.group_size // 2, seed=c.parameters.seed)
+    settings = DistillSettings(steps=len(teachers) * c.scale.steps, groups=max(1, c.scale.groups * c.scale.group_size // 4), seed=c.parameters.seed)
     distill_adapter(*load_model(c.parameters.weights), "distilled", c.path("rows", "distilled"), teachers, settings, c.charge)
     return {"adapters": {"distilled": "rows/distilled"}, "note": "its teachers cost a TRACE run besides"}
 
@@ -260,14 +260,14 @@ ROWS = {
     "turns": (make_turns, "more", "the adapter chosen anew at every turn"),
     **{f"routed:{r}": (make_router_row(r), "trace", "the adapters under another router") for r in ROUTES}}
 
-# %% ../nbs/02_comparison.ipynb #bf5e2b37
+# %% ../nbs/02_comparison.ipynb #7b3d5c2a
 BEFORE = {"nothing": (), "all": (), "selection": ("selection",), "rest": ("selection",), **dict.fromkeys(("trace", "more"), ("selection", "calibration", "training", "validation"))}
 
 def stated_rollouts(parameters: Parameters, capabilities: int) -> dict:
     "Rollouts of each method with so many capabilities, stated before anything is played."
     budget, size = stated_budget(parameters, capabilities), SCALES[parameters.scale].groups * SCALES[parameters.scale].group_size
-    steps = {"all": budget["total"] // size, "rest": (budget["total"] - budget["selection"]) // size, "more": capabilities * SCALES[parameters.scale].steps}
-    own = {name: steps.get(allowance, 0) * size for name, (_, allowance, _) in ROWS.items()}
+    steps = {"all": budget["total"] // size, "rest": (budget["total"] - budget["selection"]) // size, "more": capabilities * SCALES[parameters.scale].steps / 2}
+    own = {name: round(steps.get(allowance, 0) * size) for name, (_, allowance, _) in ROWS.items()}
     own |= {"gepa": budget["total"], "turns": (1 + 4 * (capabilities + 1)) * budget["selection"] // SCALES[parameters.scale].train_trials}
     return {"routed": budget["total"], **{name: own[name] + sum(budget[k] for k in BEFORE[allowance]) for name, (_, allowance, _) in ROWS.items()}}
 
