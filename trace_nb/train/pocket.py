@@ -7,17 +7,17 @@ __all__ = ['LACKING', 'STRIDES', 'BLIND', 'LOOSE', 'TEMPLATE', 'SPECIAL', 'CALLS
            'CATALOGUE', 'IDS', 'KEYS', 'DESK_CORPUS', 'DESK_RECIPE', 'spread', 'draw_lacks', 'script', 'listed_first',
            'demonstrate', 'segments', 'names', 'pattern_of', 'whole_values', 'described', 'Corpus', 'picked',
            'build_tokenizer', 'Row', 'add_text', 'demonstration_row', 'described_row', 'list_row', 'key_row',
-           'recall_row', 'pick_row', 'Recipe', 'build_model', 'rows_of_step', 'microbatches', 'row_loss',
-           'orthogonalised', 'make_muon', 'optimizers', 'learning_rate', 'train_step', 'train', 'save', 'plain_seeds',
-           'held_out']
+           'recall_row', 'pick_row', 'said', 'kept', 'Recipe', 'build_model', 'rows_of_step', 'microbatches',
+           'row_loss', 'orthogonalised', 'make_muon', 'optimizers', 'learning_rate', 'train_step', 'train', 'save',
+           'plain_seeds', 'held_out']
 
-# %% ../../nbs/train/00_pocket.ipynb #724d6e67
+# %% ../../nbs/train/00_pocket.ipynb #11c7d9cc
 import json, random, re, time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from ..core.environment import Episode, as_message, tool_names
 from ..core.trajectory import write_json
-from ..synthesize.capabilities import ENVIRONMENTS, ChoiceAirline, ChoiceRetail, PrecisionRetail, claim
+from ..synthesize.capabilities import ENVIRONMENTS, ChoiceAirline, ChoiceRetail, PrecisionAirline, PrecisionRetail, claim
 from ..targets.desk import DESK, NEEDS
 from ..targets.domains import REFUSAL
 
@@ -172,7 +172,7 @@ def described(rng, seed) -> list:
     needs = NEEDS[env._kind] if cls in DESK.values() else (cls.capability,)
     return [{"role": "system", "content": rng.choice(CATALOGUE[rng.choice(needs) if needs else "base"])}, {"role": "user", "content": request}]
 
-# %% ../../nbs/train/00_pocket.ipynb #4c4b02ba
+# %% ../../nbs/train/00_pocket.ipynb #8c1793e2
 @dataclass(frozen=True)
 class Corpus:
     "What a world brings to the training."
@@ -188,12 +188,13 @@ class Corpus:
     keys: tuple        # keys with ids: (as a result shows one, as a call writes it, number of digits)
     records: "callable"     # environment -> ids that a request names and calls must fetch
     picked: "callable | None" = None   # random numbers -> a listing with what is to be picked, and the pick
+    kept: tuple = ()   # the same, for what is copied late
 
-# %% ../../nbs/train/00_pocket.ipynb #95f76d92
+# %% ../../nbs/train/00_pocket.ipynb #e60cc915
 IDS = re.compile(r"#W\d{7}|\b\d{10}\b|[a-z]+_[a-z]+_\d{4}\b|\b(?:credit_card|gift_card|paypal)_\d{7}|[a-z]+\.[a-z]+\d{4}@|\b[A-Z]{2}\d{4}\b")
 KEYS = tuple((f'"{key}{{}}"', f'"{key}{{}}"', n) for key, n in (('order_id": "#W', 7), ('id": "gift_card_', 7), ('id": "credit_card_', 7), ('id": "paypal_', 7), ('reservation_id": "ZR', 4), ('user_id": "mia_li_', 4)))
 DESK_CORPUS = Corpus(tuple(WORLDS), demonstrate, draw_lacks, described, PIECES, tuple(names()), tuple(whole_values()), IDS, "#W", KEYS,
-                     lambda env: [] if env._unnamed else [op.record for op in env._operations], lambda rng: picked(rng))
+                     lambda env: [] if env._unnamed else [op.record for op in env._operations], lambda rng: picked(rng), (lambda rng: said(rng), lambda rng: kept(rng)))
 
 def picked(rng) -> tuple[str, str]:
     "A product's variants or a day's flights with the one that is available or listed first, or an order's items with one that is named."
@@ -295,19 +296,40 @@ def recall_row(tokenizer, seed, corpus: Corpus = DESK_CORPUS) -> Row:
         row.ids += encoding.ids; row.weights += [float(any(a < e and b > s for s, e in spans)) for a, b in encoding.offsets]
     return row
 
-# %% ../../nbs/train/00_pocket.ipynb #0270976f
-def pick_row(tokenizer, rng, corpus: Corpus = DESK_CORPUS) -> Row:
+# %% ../../nbs/train/00_pocket.ipynb #df6efc5b
+def pick_row(tokenizer, kind: str, listing: str, pick: str) -> Row:
     "A listing and the pick."
-    (listing, pick), row = corpus.picked(rng), Row("pick")
+    row = Row(kind)
     add_text(row, tokenizer, listing, 0., {""}, re.compile("$^")); add_text(row, tokenizer, pick, 1., set())
     return row
 
-# %% ../../nbs/train/00_pocket.ipynb #78189355
+# %% ../../nbs/train/00_pocket.ipynb #e7017a2b
+def said(rng) -> tuple[str, str]:
+    "A request and the call it leads to, up to a name, a birthday or a cabin that the request gives; and that."
+    env, seed = PrecisionAirline(), FIRST_SEED + rng.randrange(10**7)
+    request = env.reset(seed=seed); op = env._operations[0]
+    if op.form == "date": return _up_to(env, op, f"{request}\nExactly.", op.arguments["cabin"])
+    return _up_to(env, op, f"{request}\nExactly.", rng.choice(list(op.arguments["passengers"][0].values())))
+
+def kept(rng) -> tuple[str, str]:
+    "A reservation, the flights of its day and the call, up to the cabin; and that."
+    env = ChoiceAirline(); op = None
+    while op is None or op.tool is None: env.reset(seed=FIRST_SEED + rng.randrange(10**7)); op = env._operations[0]
+    shown = json.dumps(env._db["records"][op.record]) + "\n" + env.search_direct_flight(**op.looks[0]["arguments"])
+    return _up_to(env, op, f"{shown}\nTake the available one: {op.arguments['flights'][0]['flight_number']}.", op.arguments["cabin"])
+
+def _up_to(env, op, before, value):
+    call = f'{before}\n<tool_call>\n{{"name": "{op.tool}", "arguments": {json.dumps(op.arguments)}'
+    at = call.index(f'"{value}"', len(before)) + 1
+    return call[:at], value
+
+# %% ../../nbs/train/00_pocket.ipynb #6af968bd
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides the weights."
     recalls: int = 10            # a step from the second round on
     picks: int = 12              # a step, half as many from the second round on
+    kept: int = 10               # a step of each sort, from the third round on
     rounds: tuple = ((1300, 1.), (650, 1.), (450, .5))   # steps and peak rate of each round, which begins with fresh optimisers
     list_steps: int = 300        # steps with copying rows only
     demonstrations: int = 16     # a step
@@ -320,7 +342,7 @@ class Recipe:
     average: float = .98         # decay of the moving average of the weights that a round ends with
     seed: int = 0
 
-DESK_RECIPE = Recipe(vocabulary=2560)
+DESK_RECIPE = Recipe(vocabulary=2560, rounds=((1300, 1.), (650, 1.), (350, .7)))
 
 # %% ../../nbs/train/00_pocket.ipynb #00a3dbf8
 def build_model(recipe, tokenizer):
@@ -331,7 +353,7 @@ def build_model(recipe, tokenizer):
         num_hidden_layers=recipe.layers, num_attention_heads=recipe.width // 32, num_key_value_heads=recipe.width // 64, head_dim=32, max_position_embeddings=2048,
         tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, eos_token_id=end, pad_token_id=pad, bos_token_id=None))
 
-# %% ../../nbs/train/00_pocket.ipynb #e0c3ac52
+# %% ../../nbs/train/00_pocket.ipynb #b160136c
 def rows_of_step(tokenizer, recipe, step, corpus: Corpus = DESK_CORPUS) -> list[Row]:
     "The rows of one step, from the step's number alone."
     rng = random.Random(f"rows-{recipe.seed}-{step}")
@@ -339,7 +361,8 @@ def rows_of_step(tokenizer, recipe, step, corpus: Corpus = DESK_CORPUS) -> list[
     seed, n = FIRST_SEED + step * 100, recipe.demonstrations
     copies = [key_row(tokenizer, rng, corpus) for _ in range(6)] if step < recipe.rounds[0][0] * .35 else []
     copies += [recall_row(tokenizer, seed + 50 + i, corpus) for i in range(recipe.recalls)] if step >= recipe.rounds[0][0] else []
-    if corpus.picked: copies += [pick_row(tokenizer, rng, corpus) for _ in range(recipe.picks // (1 + (step >= recipe.rounds[0][0])))]
+    if corpus.picked: copies += [pick_row(tokenizer, "pick", *corpus.picked(rng)) for _ in range(recipe.picks // (1 + (step >= recipe.rounds[0][0])))]
+    if corpus.kept and step >= sum(n for n, _ in recipe.rounds[:2]): copies += [pick_row(tokenizer, "kept", *of(rng)) for of in corpus.kept for _ in range(recipe.kept)]
     return [demonstration_row(tokenizer, seed + i, corpus) for i in range(n)] + [described_row(tokenizer, seed + n + i, corpus) for i in range(n // 8)] + copies
 
 # %% ../../nbs/train/00_pocket.ipynb #3be941e0
