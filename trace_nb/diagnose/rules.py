@@ -611,7 +611,7 @@ def _imprecise(case, call):
     invented = _invented(call.arguments, _seen_before(case, call.index))
     if invented: return f"holds {invented}, which nobody had mentioned"
     said = " ".join(text for i, text in case.user if i < call.index).lower()
-    user_fault = "not found" in call.result and any(str(x).lower() in said for x in leaves(call.arguments))
+    user_fault = "not found" in call.result and "Some item" not in call.result and any(str(x).lower() in said for x in leaves(call.arguments))
     if call.error and not NOT_FORM.search(call.result) and not user_fault: return f"is rejected ({_short(call.result)})"
 
 # %% ../../nbs/diagnose/03_rules.ipynb #6c2c3028

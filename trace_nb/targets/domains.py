@@ -4,14 +4,17 @@
 
 # %% auto #0
 __all__ = ['FIRST', 'LAST', 'PLACES', 'AIRPORTS', 'PRODUCTS', 'ADDRESSES', 'CATALOGUE', 'FLIGHTS', 'NULLS', 'REFUSAL',
-           'RETAIL_POLICY', 'AIRLINE_POLICY', 'LEFT_OUT', 'make_user', 'make_order', 'make_reservation', 'Operation',
-           'Counter', 'Retail', 'get_user_details', 'get_order_details', 'cancel_pending_order',
-           'return_delivered_order_items', 'Airline', 'cancel_reservation', 'update_reservation_baggages', 'may_cancel']
+           'RETAIL_POLICY', 'AIRLINE_POLICY', 'OPEN', 'LEFT_OUT', 'variants', 'flights_between', 'make_user',
+           'make_order', 'make_reservation', 'Operation', 'Counter', 'what', 'needed', 'Retail', 'get_user_details',
+           'get_order_details', 'get_product_details', 'cancel_pending_order', 'return_delivered_order_items',
+           'exchange_delivered_order_items', 'modify_pending_order_items', 'Airline', 'cancel_reservation',
+           'update_reservation_baggages', 'search_direct_flight', 'update_reservation_passengers',
+           'update_reservation_flights', 'may_cancel', 'only_asked']
 
-# %% ../../nbs/targets/00_domains.ipynb #ef156269
-import functools, inspect, json, random, re
+# %% ../../nbs/targets/00_domains.ipynb #bde3fb2a
+import functools, inspect, itertools, json, random, re
 from collections import Counter as Count
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # %% ../../nbs/targets/00_domains.ipynb #ac48d6d0
 FIRST = "Mia Noah Emma Liam Ava Raj Yusuf Olivia Chen Aarav Sofia Lucas Ivan Fatima Ethan Harper".split()
@@ -29,29 +32,44 @@ PRODUCTS = {"Desk Lamp": {"color": ["black", "white", "silver"], "brightness": [
             "Mouse": {"color": ["black", "white"], "sensor": ["laser", "optical"]},
             "Tent": {"capacity": ["2-person", "4-person", "6-person"], "color": ["green", "gray", "orange"]}}
 
-# %% ../../nbs/targets/00_domains.ipynb #6e6528b9
+# %% ../../nbs/targets/00_domains.ipynb #59576ba9
 def _digits(rng, n): return "".join(rng.choice("0123456789") for _ in range(n))
 
 def _payment_method(rng, kinds):
     "One payment method; a gift card's worth is called `balance` in retail and `amount` in airline, as in the target."
     kind = rng.choice(kinds); id = f"{kind}_{_digits(rng, 7)}"
     worth = "balance" if "paypal" in kinds else "amount"
-    detail = {"credit_card": {"brand": rng.choice(["visa", "mastercard"]), "last_four": _digits(rng, 4)}, "gift_card": {worth: rng.randrange(10, 100)}}
+    detail = {"credit_card": {"brand": rng.choice(["visa", "mastercard"]), "last_four": _digits(rng, 4)}, "gift_card": {worth: rng.randrange(500, 1000)}}
     return {"source": kind, "id": id, **detail.get(kind, {})}
 
-# %% ../../nbs/targets/00_domains.ipynb #5d4ae664
+# %% ../../nbs/targets/00_domains.ipynb #3d8e16db
+def _catalogue(rng):
+    "Four variants of each product, no two with the same options."
+    for name, options in PRODUCTS.items():
+        product_id, chosen = _digits(rng, 10), rng.sample(list(itertools.product(*options.values())), 4)
+        yield from ({"name": name, "product_id": product_id, "item_id": _digits(rng, 10), "price": rng.randrange(20, 500) + .5, "options": dict(zip(options, values))} for values in chosen)
+
+# %% ../../nbs/targets/00_domains.ipynb #69257196
+def _timetable(rng):
+    "Three flights a day on each of eight routes, with a price for each cabin."
+    for route in range(8):
+        origin, destination = rng.sample(AIRPORTS, 2)
+        for n in range(3):
+            price, hour = rng.randrange(50, 200), rng.randrange(5, 10) + 5 * n
+            yield {"flight_number": f"HAT{3 * route + n + 1:03}", "origin": origin, "destination": destination, "scheduled_departure_time_est": f"{hour:02}:00:00",
+                   "scheduled_arrival_time_est": f"{hour + 3:02}:30:00", "prices": {"basic_economy": price, "economy": price + 60, "business": price + 260}}
+
+# %% ../../nbs/targets/00_domains.ipynb #2c7cfff9
 def _fixed_world():
-    "Eight addresses, three variants of each product, twenty-four flights: the same in every process."
+    "Eight addresses, twenty-eight items, twenty-four flights: the same in every process."
     rng = random.Random("desk-world")
     addresses = [{"address1": f"{_digits(rng, 3)} {street}", "address2": f"Suite {_digits(rng, 3)}", "city": city, "country": "USA", "state": state, "zip": _digits(rng, 5)} for city, state, street in PLACES]
-    items = []
-    for name, options in PRODUCTS.items():
-        product_id = _digits(rng, 10)
-        items += [{"name": name, "product_id": product_id, "item_id": _digits(rng, 10), "price": rng.randrange(20, 500) + .5, "options": {k: rng.choice(v) for k, v in options.items()}} for _ in range(3)]
-    flights = [dict(zip(("flight_number", "origin", "destination", "price"), (f"HAT{n:03}", *rng.sample(AIRPORTS, 2), rng.randrange(50, 900)))) for n in range(1, 25)]
-    return addresses, items, flights
+    return addresses, list(_catalogue(rng)), list(_timetable(rng))
 
 ADDRESSES, CATALOGUE, FLIGHTS = _fixed_world()
+
+def variants(product_id: str) -> list[dict]: return [i for i in CATALOGUE if i["product_id"] == product_id]
+def flights_between(origin: str, destination: str) -> list[dict]: return [f for f in FLIGHTS if (f["origin"], f["destination"]) == (origin, destination)]
 
 # %% ../../nbs/targets/00_domains.ipynb #b00491b2
 def make_user(rng, kinds, **extra) -> dict:
@@ -61,30 +79,31 @@ def make_user(rng, kinds, **extra) -> dict:
     return {"user_id": f"{first.lower()}_{last.lower()}_{number}", "name": {"first_name": first, "last_name": last},
             "address": dict(rng.choice(ADDRESSES)), "email": f"{first.lower()}.{last.lower()}{number}@example.com", "payment_methods": {m["id"]: m for m in methods}, **extra}
 
-# %% ../../nbs/targets/00_domains.ipynb #c5723af7
+# %% ../../nbs/targets/00_domains.ipynb #5377f6fc
 NULLS = ("cancel_reason", "exchange_items", "exchange_new_items", "exchange_payment_method_id", "exchange_price_difference", "return_items", "return_payment_method_id")
 
 def make_order(rng, user, status, items=1) -> dict:
-    "An order of `user`; the last seven keys stay null until a write uses them."
-    bought = [dict(i) for i in rng.sample(CATALOGUE, items)]
+    "An order of `user` with items of different products; the last seven keys stay null until a write uses them."
+    bought = [dict(rng.choice(variants(p))) for p in rng.sample(list(dict.fromkeys(i["product_id"] for i in CATALOGUE)), items)]
     payment = {"transaction_type": "payment", "amount": round(sum(i["price"] for i in bought), 2), "payment_method_id": rng.choice(list(user["payment_methods"]))}
-    shipped = [] if status in ("pending", "cancelled") else [{"tracking_id": [_digits(rng, 12)], "item_ids": [i["item_id"] for i in bought]}]
-    return {"order_id": "#W" + _digits(rng, 7), "user_id": user["user_id"], "address": dict(user["address"]), "items": bought, "status": status,
+    order_id, tracking = "#W" + _digits(rng, 7), _digits(rng, 12)
+    shipped = [] if status in ("pending", "cancelled") else [{"tracking_id": [tracking], "item_ids": [i["item_id"] for i in bought]}]
+    return {"order_id": order_id, "user_id": user["user_id"], "address": dict(user["address"]), "items": bought, "status": status,
             "fulfillments": shipped, "payment_history": [payment], **dict.fromkeys(NULLS)}
 
-# %% ../../nbs/targets/00_domains.ipynb #c06b4337
+# %% ../../nbs/targets/00_domains.ipynb #1613652e
 def make_reservation(rng, user, cabin="economy", insurance="no", created="2024-05-10", bags=0) -> dict:
     "A one-segment reservation of `user` for one passenger, created on the day `created`."
     f, day = rng.choice(FLIGHTS), f"2024-05-{rng.randrange(17, 30)}"
-    flight = {"flight_number": f["flight_number"], "origin": f["origin"], "destination": f["destination"], "date": day, "price": f["price"]}
+    flight = {"flight_number": f["flight_number"], "origin": f["origin"], "destination": f["destination"], "date": day, "price": f["prices"][cabin]}
     passenger = {**user["name"], "dob": user["dob"]}
     return {"reservation_id": "ZR" + _digits(rng, 4), "user_id": user["user_id"], "origin": f["origin"], "destination": f["destination"],
             "flight_type": "one_way", "cabin": cabin, "flights": [flight], "passengers": [passenger],
-            "payment_history": [{"payment_id": rng.choice(list(user["payment_methods"])), "amount": f["price"]}],
+            "payment_history": [{"payment_id": rng.choice(list(user["payment_methods"])), "amount": flight["price"]}],
             "created_at": f"{created}T{rng.randrange(16, 24) if created.endswith('14') else rng.randrange(0, 15):02}:{rng.randrange(10, 60)}:{rng.randrange(10, 60)}",
             "total_baggages": bags, "nonfree_baggages": 0, "insurance": insurance, "status": None}
 
-# %% ../../nbs/targets/00_domains.ipynb #1038d69d
+# %% ../../nbs/targets/00_domains.ipynb #79299328
 @dataclass(frozen=True)
 class Operation:
     "One thing the user asks for."
@@ -95,17 +114,20 @@ class Operation:
     finding: str = ""            # what the record shows that decides it
     done: str = ""               # what the agent truthfully says afterwards
     answer: str = ""             # for a question: the words the reply must hold
+    looks: tuple = ()            # look-ups that the choice among variants or flights needs, as calls
+    form: str = ""               # what is easily got wrong in the form of the write
+    instead_of: "Operation | None" = None   # the wish that it replaces, which the rules forbid
 
-# %% ../../nbs/targets/00_domains.ipynb #85ec9d60
+# %% ../../nbs/targets/00_domains.ipynb #fa948628
 def _write(tool):
-    "Mark a tool as a write: its attempts are recorded as (name, arguments, read before, error)."
+    "Mark a tool as a write: its attempts are recorded with what was read before them and whether they failed."
     @functools.wraps(tool)
     def attempt(self, *args, **kwargs):
         try: given = dict(inspect.signature(tool).bind(self, *args, **kwargs).arguments)
         except TypeError: return tool(self, *args, **kwargs)      # a malformed call: Python says what is wrong with it
         del given["self"]
         record = given.get("order_id") or given.get("reservation_id")
-        attempted = {"name": tool.__name__, "arguments": given, "record": record, "looked": record in self._read, "error": False}
+        attempted = {"name": tool.__name__, "arguments": given, "record": record, "looked": record in self._read, "read": set(self._read), "error": False}
         self._attempts.append(attempted)
         try: return tool(self, *args, **kwargs)
         except Exception: attempted["error"] = True; raise
@@ -121,17 +143,17 @@ def _credit(method, amount):
     "A refund reaches a gift card at once; other methods keep no balance here."
     if method["source"] == "gift_card": method["balance"] = round(method["balance"] + amount, 2)
 
-# %% ../../nbs/targets/00_domains.ipynb #4e0d17fa
+# %% ../../nbs/targets/00_domains.ipynb #4ea5e61a
 class Counter:
     "The part of an environment that is the same in both domains. Subclasses add tools and `_draw(rng)`."
-    max_turns = 14
+    max_turns = 16
     _noun, _details = "", ""         # "order", "get_order_details"
 
     def reset(self, seed=0, **row):
-        rng, self._seed = random.Random(f"{type(self).__name__}-{seed}"), seed
-        self._db, self._read, self._attempts, self._said, self._transferred = {"users": {}, "records": {}}, set(), [], [], False
-        self._operations, self._withheld, self._asked = [], None, ""
-        return self._draw(rng)           # fills _db and _operations, may set _withheld and _asked
+        rng, self._seed, self._row = random.Random(f"{type(self).__name__}-{seed}"), seed, row
+        self._db, self._read, self._attempts, self._said, self._transferred = {"users": {}, "records": {}, "stock": {}, "seats": {}}, set(), [], [], False
+        self._operations, self._withheld, self._asked, self._insist, self._unnamed = [], None, "", None, False
+        return self._draw(rng)           # fills _db and _operations, may set the rest
 
     def transfer_to_human_agents(self, summary: str) -> str:
         """
@@ -159,37 +181,52 @@ def _record(self, id):
 
 Counter._add, Counter._record = _add, _record
 
-# %% ../../nbs/targets/00_domains.ipynb #de5bc224
+# %% ../../nbs/targets/00_domains.ipynb #c1e10a64
 def _reply(self, text: str) -> str | None:
     "The user's next words, or None when the user has nothing to add."
     self._said.append(text)
     withheld, self._withheld = self._withheld, None
-    return withheld
+    if withheld or not REFUSAL.search(text): return withheld
+    insisting, self._insist = self._insist, None
+    return insisting
 
 Counter._reply = _reply
 
-# %% ../../nbs/targets/00_domains.ipynb #71310e88
+# %% ../../nbs/targets/00_domains.ipynb #5a64bdfd
 def _oracle(self) -> list:
     "Gold calls and words for the current seed."
     steps = [self._asked] if self._asked else []
-    steps += self._identify()
+    steps += self._identify() + self._locate()
     for op in self._operations:
-        steps.append({"name": self._details, "arguments": {self._noun + "_id": op.record}})
+        steps += [{"name": self._details, "arguments": {self._noun + "_id": op.record}}, *op.looks]
         if op.tool and op.allowed: steps.append({"name": op.tool, "arguments": op.arguments})
-    return [*steps, " ".join(self._outcome(op) for op in self._operations)]
+    return [*steps, *[" ".join(self._outcome(op) for op in self._operations)] * (2 if self._insist else 1)]
+
+def _locate(self) -> list:
+    "The call that finds a record which the user did not name."
+    return [{"name": "get_user_details", "arguments": {"user_id": next(iter(self._db["users"]))}}] if self._unnamed else []
 
 def _outcome(self, op) -> str:
     "The truthful sentence about one operation."
     subject = f"{self._noun.capitalize()} {op.record}"
     return f"{subject} {op.done}." if op.allowed else f"{subject} cannot be changed as asked: {op.finding}."
 
-Counter._oracle, Counter._outcome = _oracle, _outcome
+Counter._oracle, Counter._locate, Counter._outcome = _oracle, _locate, _outcome
 
-# %% ../../nbs/targets/00_domains.ipynb #3e30e409
+# %% ../../nbs/targets/00_domains.ipynb #d6821fb1
+def what(call) -> str:
+    "What a look-up is about: an order, a reservation, a product, or a route on a day."
+    return " ".join(map(str, call["arguments"].values()))
+
+def needed(op) -> set:
+    "What must be read before an operation is decided."
+    return {op.record, *map(what, op.looks)}
+
+# %% ../../nbs/targets/00_domains.ipynb #e6c73d2e
 def _handled(self, op) -> bool:
     "Whether the deed was right, whatever was said."
     on_record = [a for a in self._attempts if a["record"] == op.record]
-    if op.tool is None or not op.allowed: return op.record in self._read and not on_record
+    if op.tool is None or not op.allowed: return needed(op) <= self._read and not on_record
     return [(a["name"], a["arguments"], a["error"]) for a in on_record] == [(op.tool, op.arguments, False)]
 
 def _stray(self) -> bool:
@@ -210,16 +247,17 @@ def _told(self, op) -> bool:
 
 Counter._told = _told
 
-# %% ../../nbs/targets/00_domains.ipynb #24ffb862
+# %% ../../nbs/targets/00_domains.ipynb #49d59b27
 RETAIL_POLICY = ("You are a retail agent. Authenticate the user by email first. Read an order before you change it. "
     "Only a pending order can be cancelled, the reason must be 'no longer needed' or 'ordered by mistake'. "
-    "Only a delivered order can be returned, to its original payment method. Orders that are processed, cancelled or already requested cannot be changed. "
+    "Only a delivered order can be returned, to its original payment method. A pending order can have an item changed, a delivered one an item exchanged, "
+    "to another variant of the same product that is available. Orders that are processed, cancelled or already requested cannot be changed. "
     "Deny what the policy does not allow and never try it. Make one tool call at a time. The user has confirmed what is asked. "
     "Handle every request before you finish, then tell the user what was done with each order. The current time is 2024-05-15 15:00:00 EST.")
 
-# %% ../../nbs/targets/00_domains.ipynb #c0c0fe1b
+# %% ../../nbs/targets/00_domains.ipynb #e683a372
 class Retail(Counter):
-    "tau2's retail counter: authentication, orders, cancel and return."
+    "tau2's retail counter: authentication, orders and products, cancel, return, exchange and change of items."
     domain, policy_text = "retail", RETAIL_POLICY
     _noun, _details = "order", "get_order_details"
     _kinds = ("credit_card", "gift_card", "paypal")
@@ -257,6 +295,24 @@ def get_order_details(self, order_id: str) -> str:
     self._read.add(order_id)
     return json.dumps(order)
 
+# %% ../../nbs/targets/00_domains.ipynb #a6bd2b41
+def _stock(self, product_id) -> dict:
+    "Item id to availability of the variants of a product."
+    return self._db["stock"].get(product_id) or {i["item_id"]: True for i in variants(product_id)}
+
+def get_product_details(self, product_id: str) -> str:
+    """
+    Get the details of a product with all of its variants.
+
+    Args:
+        product_id: The product id, which is not an item id.
+    """
+    items, stock = variants(product_id), self._stock(product_id)
+    if not items: raise ValueError("Product not found")
+    self._read.add(product_id)
+    shown = {i["item_id"]: {"item_id": i["item_id"], "options": i["options"], "available": stock[i["item_id"]], "price": i["price"]} for i in items if i["item_id"] in stock}
+    return json.dumps({"name": items[0]["name"], "product_id": product_id, "variants": shown})
+
 # %% ../../nbs/targets/00_domains.ipynb #a41f9136
 @_write
 def cancel_pending_order(self, order_id: str, reason: str) -> str:
@@ -275,7 +331,7 @@ def cancel_pending_order(self, order_id: str, reason: str) -> str:
     order.update(status="cancelled", cancel_reason=reason, payment_history=order["payment_history"] + refunds)
     return json.dumps(order)
 
-# %% ../../nbs/targets/00_domains.ipynb #0103f224
+# %% ../../nbs/targets/00_domains.ipynb #460a56a3
 @_write
 def return_delivered_order_items(self, order_id: str, item_ids: list[str], payment_method_id: str) -> str:
     """
@@ -295,34 +351,120 @@ def return_delivered_order_items(self, order_id: str, item_ids: list[str], payme
     order.update(status="return requested", return_items=sorted(item_ids), return_payment_method_id=payment_method_id)
     return json.dumps(order)
 
-for _tool in (get_user_details, get_order_details, cancel_pending_order, return_delivered_order_items): _attach(Retail, _tool)
+# %% ../../nbs/targets/00_domains.ipynb #94103a4b
+def _variant(self, item, new_item_id) -> dict:
+    "The available variant that replaces an item."
+    found = next((i for i in variants(item["product_id"]) if i["item_id"] == new_item_id), None)
+    if found is None: raise ValueError("Variant not found")
+    if not self._stock(item["product_id"]).get(new_item_id): raise ValueError(f"New item {new_item_id} not found or available")
+    return found
 
-# %% ../../nbs/targets/00_domains.ipynb #fc2e8597
+def _payable(self, order, payment_method_id, price, what) -> dict:
+    "The payment method, if it can bear the price."
+    methods = self._db["users"][order["user_id"]]["payment_methods"]
+    if payment_method_id not in methods: raise ValueError("Payment method not found")
+    if methods[payment_method_id].get("balance", price) < price: raise ValueError(f"Insufficient gift card balance to pay for the {what}")
+    return methods[payment_method_id]
+
+Retail._stock, Retail._variant, Retail._payable = _stock, _variant, _payable
+
+# %% ../../nbs/targets/00_domains.ipynb #8147de53
+@_write
+def exchange_delivered_order_items(self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str) -> str:
+    """
+    Exchange items of a delivered order for other variants of the same products.
+
+    Args:
+        order_id: The order id, with the '#' in front.
+        item_ids: The item ids to exchange.
+        new_item_ids: The item ids to exchange them for, in the same order.
+        payment_method_id: The payment method for the price difference.
+    """
+    order = self._record(order_id)
+    if order["status"] != "delivered": raise ValueError("Non-delivered order cannot be exchanged")
+    held = {i["item_id"]: i for i in order["items"]}
+    for id in item_ids:
+        if id not in held: raise ValueError(f"Number of {id} not found.")
+    if len(item_ids) != len(new_item_ids): raise ValueError("The number of items to be exchanged should match.")
+    difference = round(sum(self._variant(held[a], b)["price"] - held[a]["price"] for a, b in zip(item_ids, new_item_ids)), 2)
+    self._payable(order, payment_method_id, difference, "price difference")
+    order.update(status="exchange requested", exchange_items=sorted(item_ids), exchange_new_items=sorted(new_item_ids),
+                 exchange_payment_method_id=payment_method_id, exchange_price_difference=difference)
+    return json.dumps(order)
+
+# %% ../../nbs/targets/00_domains.ipynb #960c12f2
+@_write
+def modify_pending_order_items(self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str) -> str:
+    """
+    Change items of a pending order to other variants of the same products; possible once.
+
+    Args:
+        order_id: The order id, with the '#' in front.
+        item_ids: The item ids to change.
+        new_item_ids: The item ids to change them to, in the same order.
+        payment_method_id: The payment method for the price difference.
+    """
+    order = self._record(order_id)
+    if order["status"] != "pending": raise ValueError("Non-pending order cannot be modified")
+    held = {i["item_id"]: i for i in order["items"]}
+    for id in item_ids:
+        if id not in held: raise ValueError(f"{id} not found")
+    if len(item_ids) != len(new_item_ids): raise ValueError("The number of items to be exchanged should match")
+    if set(item_ids) & set(new_item_ids): raise ValueError("The new item id should be different from the old item id")
+    return self._change_items(order, [(held[a], self._variant(held[a], b)) for a, b in zip(item_ids, new_item_ids)], payment_method_id)
+
+# %% ../../nbs/targets/00_domains.ipynb #24fa3160
+def _change_items(self, order, changes, payment_method_id):
+    "Put the new items in place and settle the difference."
+    difference = sum(new["price"] - old["price"] for old, new in changes)
+    method = self._payable(order, payment_method_id, difference, "new item")
+    settled = {"transaction_type": "payment" if difference > 0 else "refund", "amount": abs(difference), "payment_method_id": payment_method_id}
+    _credit(method, -difference)
+    for old, new in changes: old.update(new)
+    order.update(status="pending (item modified)", payment_history=order["payment_history"] + [settled])
+    return json.dumps(order)
+
+Retail._change_items = _change_items
+for _tool in (get_user_details, get_order_details, get_product_details, cancel_pending_order, return_delivered_order_items,
+              exchange_delivered_order_items, modify_pending_order_items): _attach(Retail, _tool)
+
+# %% ../../nbs/targets/00_domains.ipynb #5302db2c
 def _identify_retail(self):
     "Retail authenticates by email before anything else."
     return [{"name": "find_user_id_by_email", "arguments": {"email": next(iter(self._db["users"].values()))["email"]}}]
 
 def _cancel_order(self, order, reason) -> Operation:
     return Operation(order["order_id"], "cancel_pending_order", {"order_id": order["order_id"], "reason": reason}, order["status"] == "pending",
-                     f"its status is {order['status']}", "is cancelled")
+                     f"its status is {order['status']}", "is cancelled", form="reason" if reason == "ordered by mistake" else "")
 
-def _return_order(self, order) -> Operation:
-    "The return of everything in an order, to its original payment method."
-    arguments = {"order_id": order["order_id"], "item_ids": [i["item_id"] for i in order["items"]], "payment_method_id": order["payment_history"][0]["payment_method_id"]}
-    return Operation(order["order_id"], "return_delivered_order_items", arguments, order["status"] == "delivered", f"its status is {order['status']}", "will be returned")
+def _return_order(self, order, item=None) -> Operation:
+    "The return of everything in an order, or of one item, to the original payment method."
+    arguments = {"order_id": order["order_id"], "item_ids": [i["item_id"] for i in ([item] if item else order["items"])], "payment_method_id": order["payment_history"][0]["payment_method_id"]}
+    return Operation(order["order_id"], "return_delivered_order_items", arguments, order["status"] == "delivered", f"its status is {order['status']}", "will be returned", form="list" if item else "")
 
-Retail._identify, Retail._cancel_order, Retail._return_order = _identify_retail, _cancel_order, _return_order
+# %% ../../nbs/targets/00_domains.ipynb #ec08dedc
+def _change_item(self, rng, order, listed=4, rivals=False) -> Operation:
+    "The change of an order's only item to the one other variant, of `listed`, that is available; `rivals` are available too."
+    item, own = order["items"][0], order["items"][0]["item_id"]
+    others = [i["item_id"] for i in variants(item["product_id"]) if i["item_id"] != own]
+    rng.shuffle(others); new = others[0]
+    self._db["stock"][item["product_id"]] = {i["item_id"]: i["item_id"] == new or (rivals and i["item_id"] != own) for i in variants(item["product_id"]) if i["item_id"] in {own, *others[:listed - 1]}}
+    arguments = {"order_id": order["order_id"], "item_ids": [own], "new_item_ids": [new], "payment_method_id": order["payment_history"][0]["payment_method_id"]}
+    tool, done = ("modify_pending_order_items", "now has the new item") if order["status"] == "pending" else ("exchange_delivered_order_items", "will be exchanged")
+    return Operation(order["order_id"], tool, arguments, True, f"its status is {order['status']}", done, looks=({"name": "get_product_details", "arguments": {"product_id": item["product_id"]}},))
 
-# %% ../../nbs/targets/00_domains.ipynb #bec094c7
+Retail._identify, Retail._cancel_order, Retail._return_order, Retail._change_item = _identify_retail, _cancel_order, _return_order, _change_item
+
+# %% ../../nbs/targets/00_domains.ipynb #0e33ea39
 AIRLINE_POLICY = ("You are an airline agent. The current time is 2024-05-15 15:00:00 EST. Read a reservation before you change it. "
     "A reservation can be cancelled if it was booked within the last 24 hours, or its cabin is business, or it has insurance and the reason is health or weather. "
-    "Otherwise it cannot be cancelled. Checked bags can be added but never removed. Gold members carry their bags free. "
+    "Otherwise it cannot be cancelled. A flight can be changed to another one of the same route that has seats, a cabin without changing flights. Checked bags can be added but never removed. Gold members carry their bags free. "
     "Deny what the policy does not allow and never try it. Make one tool call at a time. The user has confirmed what is asked. "
     "Handle every request before you finish, then tell the user what was done with each reservation.")
 
-# %% ../../nbs/targets/00_domains.ipynb #f1cb4dfa
+# %% ../../nbs/targets/00_domains.ipynb #ed760f8f
 class Airline(Counter):
-    "tau2's airline counter: reservations, cancel and baggage."
+    "tau2's airline counter: reservations and flights, cancel, baggage, passengers, flight and cabin changes."
     domain, policy_text = "airline", AIRLINE_POLICY
     _noun, _details = "reservation", "get_reservation_details"
     _kinds = ("credit_card", "gift_card")
@@ -362,7 +504,7 @@ def cancel_reservation(self, reservation_id: str) -> str:
     r.update(payment_history=r["payment_history"] + refunds, status="cancelled")
     return json.dumps(r)
 
-# %% ../../nbs/targets/00_domains.ipynb #bd343501
+# %% ../../nbs/targets/00_domains.ipynb #841d5bb0
 @_write
 def update_reservation_baggages(self, reservation_id: str, total_baggages: int, nonfree_baggages: int, payment_id: str) -> str:
     """
@@ -381,7 +523,85 @@ def update_reservation_baggages(self, reservation_id: str, total_baggages: int, 
     r.update(total_baggages=total_baggages, nonfree_baggages=nonfree_baggages)
     return json.dumps(r)
 
-for _tool in (cancel_reservation, update_reservation_baggages): _attach(Airline, _tool)
+# %% ../../nbs/targets/00_domains.ipynb #e2aacf29
+OPEN = {"basic_economy": 8, "economy": 8, "business": 8}
+
+def search_direct_flight(self, origin: str, destination: str, date: str) -> str:
+    """
+    Search for direct flights between two airports on a day.
+
+    Args:
+        origin: The airport of departure, three letters.
+        destination: The airport of arrival, three letters.
+        date: The day, as YYYY-MM-DD.
+    """
+    self._read.add(f"{origin} {destination} {date}")
+    times = ("scheduled_departure_time_est", "scheduled_arrival_time_est")
+    return json.dumps([{**{k: f[k] for k in ("flight_number", "origin", "destination")}, "status": "available", **{k: f[k] for k in times}, "date": None,
+                        "available_seats": seats, "prices": f["prices"]} for f in flights_between(origin, destination) if (seats := self._db["seats"].get((f["flight_number"], date), OPEN))])
+
+# %% ../../nbs/targets/00_domains.ipynb #01f336df
+def _objects(model, given, keys) -> list:
+    "The objects of a list with `keys`; a missing key is pydantic's error."
+    for one in given:
+        missing = [k for k in keys if not isinstance(one, dict) or k not in one]
+        if missing: raise ValueError(f"{len(missing)} validation error{'s' if len(missing) > 1 else ''} for {model}\n" + "\n".join(f"{k}\n  Field required [type=missing]" for k in missing))
+    return [{k: one[k] for k in keys} for one in given]
+
+# %% ../../nbs/targets/00_domains.ipynb #a19db4e4
+@_write
+def update_reservation_passengers(self, reservation_id: str, passengers: list[dict]) -> str:
+    """
+    Update the passengers of a reservation.
+
+    Args:
+        reservation_id: The reservation ID.
+        passengers: All passengers, each with 'first_name', 'last_name' and 'dob' (YYYY-MM-DD).
+    """
+    r, people = self._record(reservation_id), _objects("Passenger", passengers, ("first_name", "last_name", "dob"))
+    if len(people) != len(r["passengers"]): raise ValueError("Number of passengers does not match")
+    r["passengers"] = people
+    return json.dumps(r)
+
+# %% ../../nbs/targets/00_domains.ipynb #e89320ef
+@_write
+def update_reservation_flights(self, reservation_id: str, cabin: str, flights: list[dict], payment_id: str) -> str:
+    """
+    Update the flights or the cabin of a reservation.
+
+    Args:
+        reservation_id: The reservation ID.
+        cabin: The cabin of the whole reservation: 'basic_economy', 'economy' or 'business'.
+        flights: The entire new itinerary, each flight with 'flight_number' and 'date' (YYYY-MM-DD).
+        payment_id: The payment id stored in the user profile, for the price difference.
+    """
+    r, wanted = self._record(reservation_id), _objects("FlightInfo", flights, ("flight_number", "date"))
+    legs = [self._leg(r, cabin, **flight) for flight in wanted]
+    methods = self._db["users"][r["user_id"]]["payment_methods"]
+    if payment_id not in methods: raise ValueError("Payment method not found")
+    price = sum(f["price"] for f in legs) * len(r["passengers"]) - sum(f["price"] for f in r["flights"]) * len(r["passengers"])
+    if methods[payment_id].get("amount", price) < price: raise ValueError("Gift card balance is not enough")
+    if methods[payment_id]["source"] == "gift_card": methods[payment_id]["amount"] -= price
+    if price: r["payment_history"] = r["payment_history"] + [{"payment_id": payment_id, "amount": price}]
+    r.update(cabin=cabin, flights=legs)
+    return json.dumps(r)
+
+# %% ../../nbs/targets/00_domains.ipynb #228e90f7
+def _leg(self, r, cabin, flight_number, date) -> dict:
+    "One flight of an itinerary; a kept one keeps its price, a new one needs seats."
+    kept = next((f for f in r["flights"] if (f["flight_number"], f["date"], r["cabin"]) == (flight_number, date, cabin)), None)
+    if kept: return kept
+    flight = next((f for f in FLIGHTS if f["flight_number"] == flight_number), None)
+    if flight is None: raise ValueError(f"Flight {flight_number} not found")
+    if not re.fullmatch(r"2024-05-(1[6-9]|2\d|30)", str(date)): raise ValueError(f"Flight {flight_number} not found on date {date}")
+    seats = self._db["seats"].get((flight_number, date), OPEN)
+    if seats is None: raise ValueError(f"Flight {flight_number} not available on date {date}")
+    if cabin not in seats: raise ValueError(f"'{cabin}'")
+    if seats[cabin] < len(r["passengers"]): raise ValueError(f"Not enough seats on flight {flight_number}")
+    return {**{k: flight[k] for k in ("flight_number", "origin", "destination")}, "date": date, "price": flight["prices"][cabin]}
+
+Airline._leg = _leg
+for _tool in (search_direct_flight, cancel_reservation, update_reservation_baggages, update_reservation_passengers, update_reservation_flights): _attach(Airline, _tool)
 
 # %% ../../nbs/targets/00_domains.ipynb #d408aeed
 def may_cancel(reservation: dict, reason: str) -> bool:
@@ -389,7 +609,7 @@ def may_cancel(reservation: dict, reason: str) -> bool:
     recent = reservation["created_at"] >= "2024-05-14T15:00:00"
     return recent or reservation["cabin"] == "business" or (reservation["insurance"] == "yes" and reason in ("health", "weather"))
 
-# %% ../../nbs/targets/00_domains.ipynb #3a3d2bef
+# %% ../../nbs/targets/00_domains.ipynb #0c2d488d
 def _cancel_reservation(self, r, reason) -> Operation:
     found = f"its cabin is {r['cabin']}, insurance {r['insurance']}, booked {r['created_at'][:10]}, reason {reason}"
     return Operation(r["reservation_id"], "cancel_reservation", {"reservation_id": r["reservation_id"]}, may_cancel(r, reason), found, "is cancelled")
@@ -399,14 +619,44 @@ def _set_bags(self, r, total) -> Operation:
     return Operation(r["reservation_id"], "update_reservation_baggages", arguments, total > r["total_baggages"], f"it has {r['total_baggages']} bags and {total} are wanted", f"now has {total} bags")
 
 Airline._cancel_reservation, Airline._set_bags = _cancel_reservation, _set_bags
+
+# %% ../../nbs/targets/00_domains.ipynb #c6e765f7
+def only_asked(op, done: str) -> Operation:
+    "The question which item or flight an operation would choose; `done` has its place in braces."
+    new = op.arguments["new_item_ids"][0] if "new_item_ids" in op.arguments else op.arguments["flights"][0]["flight_number"]
+    return replace(op, tool=None, arguments={}, done=done.format(new), answer=new)
+
+# %% ../../nbs/targets/00_domains.ipynb #8e2cc8e2
+def _correct_passenger(self, r, person) -> Operation:
+    arguments = {"reservation_id": r["reservation_id"], "passengers": [person]}
+    return Operation(r["reservation_id"], "update_reservation_passengers", arguments, True, "passengers may be corrected", "now has the right passenger", form="dob")
+
+def _set_cabin(self, r, cabin) -> Operation:
+    flights = [{"flight_number": f["flight_number"], "date": f["date"]} for f in r["flights"]]
+    arguments = {"reservation_id": r["reservation_id"], "cabin": cabin, "flights": flights, "payment_id": r["payment_history"][0]["payment_id"]}
+    return Operation(r["reservation_id"], "update_reservation_flights", arguments, True, "the cabin may be changed", f"is now in {cabin}", form="date")
+
+# %% ../../nbs/targets/00_domains.ipynb #3a51c50d
+def _change_flight(self, rng, r, listed=3, rivals=False) -> Operation:
+    "The change to the only other flight of that day, of `listed`, with seats in the cabin; `rivals` have seats in other cabins."
+    own, date, cabin = r["flights"][0]["flight_number"], r["flights"][0]["date"], r["cabin"]
+    others = [f["flight_number"] for f in flights_between(r["origin"], r["destination"]) if f["flight_number"] != own]
+    rng.shuffle(others); new = others[0]
+    for f in (own, *others): self._db["seats"][f, date] = {c: rng.randrange(2, 10) if f == new or (rivals and c != cabin) else 0 for c in OPEN}
+    for f in others[listed - 1:]: self._db["seats"][f, date] = None
+    arguments = {"reservation_id": r["reservation_id"], "cabin": cabin, "flights": [{"flight_number": new, "date": date}], "payment_id": r["payment_history"][0]["payment_id"]}
+    search = {"name": "search_direct_flight", "arguments": {"origin": r["origin"], "destination": r["destination"], "date": date}}
+    return Operation(r["reservation_id"], "update_reservation_flights", arguments, True, "flights may be changed", f"is now on {new}", looks=(search,))
+
+Airline._correct_passenger, Airline._set_cabin, Airline._change_flight = _correct_passenger, _set_cabin, _change_flight
 Airline._identify = lambda self: []      # the user states the user id in the request
 
-# %% ../../nbs/targets/00_domains.ipynb #ec687084
+# %% ../../nbs/targets/00_domains.ipynb #2004d1a0
 LEFT_OUT = ("reservation ids with free letters: here they all begin with ZR, as order ids begin with #W",
-    "reasons in the user's own words, and 'ordered by mistake': every order here is cancelled as no longer needed",
-    "orders of more than one item, reservations of more than one segment or passenger",
-    "products and variants: exchange, item changes, product look-ups; address and payment changes",
-    "flights, booking, flight and cabin changes, passengers, certificates, paid bags, the calculator",
+    "reasons in the user's own words: 'no longer needed' and 'ordered by mistake' are said as the tool wants them",
+    "orders of more than two items, reservations of more than one segment or passenger, products of more than four variants",
+    "address and payment changes, the list of product types, the calculator, item changes of more than one item (where the target mixes up prices)",
+    "booking, certificates, paid bags, flights with a stop, flight status, flights that are delayed or cancelled",
     "the explicit yes before each write: the scripted user confirms in the request",
     "gift cards and certificates refused for baggage (every bag here is free), membership after the payment methods in a user record",
     "authentication by name and zip, and membership tables for free bags (users who add bags are gold members)")
