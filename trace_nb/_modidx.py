@@ -3248,6 +3248,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'trace_nb.train.preflight.tool_faults': ( 'train/preflight.html#tool_faults',
                                                                                     'trace_nb/train/preflight.py')},
             'trace_nb.train.sft': { 'trace_nb.train.sft.SFTSettings': ('train/sft.html#sftsettings', 'trace_nb/train/sft.py'),
+                                    'trace_nb.train.sft._pieces': ('train/sft.html#_pieces', 'trace_nb/train/sft.py'),
                                     'trace_nb.train.sft._recorder': ('train/sft.html#_recorder', 'trace_nb/train/sft.py'),
                                     'trace_nb.train.sft.actions': ('train/sft.html#actions', 'trace_nb/train/sft.py'),
                                     'trace_nb.train.sft.collect': ('train/sft.html#collect', 'trace_nb/train/sft.py'),

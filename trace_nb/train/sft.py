@@ -77,13 +77,14 @@ def turn_texts(text: ChatText, messages, tools) -> list[str] | None:
         found.append(said[:said.rindex(stop) + len(stop)] if stop and stop in said else said)
     return found
 
-# %% ../../nbs/train/06_sft.ipynb #76e188be
+# %% ../../nbs/train/06_sft.ipynb #5bdca3ae
 def engine_row(text: ChatText, trajectory) -> dict | None:
     "`input_ids` and `assistant_masks` of a trajectory, encoded in the engine's pieces; None when the template does not allow it."
-    messages, tools = trajectory.messages, trajectory.tools
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    try: said = turn_texts(text, messages, tools)
-    except InputError: said = None
+    try: return _pieces(text, trajectory.messages, trajectory.tools)
+    except InputError: return None
+
+def _pieces(text, messages, tools):
+    turns, said = [i for i, m in enumerate(messages) if m["role"] == "assistant"], turn_texts(text, messages, tools)
     if not turns or said is None: return None
     ids, mask = [], []
     for n, (i, words) in enumerate(zip(turns, said)):
