@@ -22,7 +22,7 @@ def hidden_states(model, rows: list[list[int]], batch_size: int = 32):
         part = [torch.tensor(r) for r in rows[start:start + batch_size]]
         ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(model.device)
         seen = torch.arange(ids.shape[1], device=ids.device) < torch.tensor([[len(r)] for r in part], device=ids.device)
-        with model.disable_adapter() if hasattr(model, "peft_config") else nullcontext():
+        with model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
             yield bare(model).model(input_ids=ids, attention_mask=seen.long()).last_hidden_state, seen, ids
 
 # %% ../../nbs/adapt/03_gate.ipynb #72e973f6

@@ -16,10 +16,10 @@ FAMILIES = ("qwen3", "qwen2", "llama")
 PROJECTIONS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",),
                "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 
-# %% ../../nbs/core/02_decoder.ipynb #5d728738
+# %% ../../nbs/core/02_decoder.ipynb #c6e81a5c
 def bare(model):
     "The transformers model inside a PEFT wrapper (or the model itself)."
-    return model.base_model.model if hasattr(model, "peft_config") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model      # the inner model has PEFT's other marks too
 
 def supported(model) -> bool:
     "Whether the fused decoder knows this architecture."

@@ -370,7 +370,7 @@ def _generate_plain(self, conversations):
 
 def _speaking_as(model, adapter):
     "Context in which one adapter of the model, or none, is at work."
-    if adapter is None: return model.disable_adapter() if hasattr(model, "peft_config") else nullcontext()
+    if adapter is None: return model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
     model.set_adapter(adapter)
     return nullcontext()
 
