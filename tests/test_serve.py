@@ -218,7 +218,7 @@ def test_the_loopback_unless_there_is_a_key(adapters, monkeypatch):
 def test_ctrl_c_ends_it(adapters):
     "A process of its own, with the real router."
     code = f"from trace_nb.adapt.serve import serve; serve({str(adapters)!r}, port=0)"
-    process = subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning"})
     line = process.stdout.readline()
     url = re.search(r"http://\S+/v1", line)[0]
     answer = openai.OpenAI(base_url=url, api_key="none").chat.completions.create(model="pocket", messages=openings(1)[0], tools=TOOLS, temperature=0)
