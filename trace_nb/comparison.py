@@ -104,7 +104,7 @@ def make_target(c):
     steps = steps_left(c, selecting=False)
     return trained(c, "target_grpo", (), steps, target_tasks(c, steps * c.scale.groups))
 
-# %% ../nbs/02_comparison.ipynb #2438444d
+# %% ../nbs/02_comparison.ipynb #ebeb8441
 def make_sft(c):
     "One adapter by supervised fine-tuning on successful synthetic trajectories."
     from trace_nb.core.policy import load_model
@@ -112,9 +112,9 @@ def make_sft(c):
     from trace_nb.train.tasks import FIRST_TRAINING_SEED
     names, first = needs(c, "trainable"), FIRST_TRAINING_SEED + 100_000 * c.parameters.seed
     seeds = range(first, first + steps_left(c) * c.scale.groups // len(names))
-    kept, spent = collect(load_agent(c), names, seeds, c.scale.group_size, seed=c.parameters.seed, progress=lambda a, b: c.say(f"sft: {a} of {b} rollouts of a capability"))
+    kept, spent = collect(load_agent(c), names, seeds, c.scale.group_size, per_task=1, seed=c.parameters.seed, progress=lambda a, b: c.say(f"sft: {a} of {b} rollouts of a capability"))
     c.charge(spent)
-    sft_adapter(*load_model(c.parameters.weights), "sft", c.path("rows", "sft"), kept, SFTSettings(seed=c.parameters.seed), lambda r: c.say(f"sft: loss {r['loss']:.3f}"))
+    sft_adapter(*load_model(c.parameters.weights), "sft", c.path("rows", "sft"), kept, SFTSettings(epochs=2, seed=c.parameters.seed), lambda r: c.say(f"sft: loss {r['loss']:.3f}"))
     return {"adapters": {"sft": "rows/sft"}, "note": f"{len(kept)} of {spent['successes']} successes kept"}
 
 # %% ../nbs/02_comparison.ipynb #33e57a0e
