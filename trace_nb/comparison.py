@@ -287,7 +287,7 @@ def play_texts(c, texts: dict, name: str, adapters: dict | None = None, choices:
     chosen = [one if choices is None else choices[t.task_id] if choices[t.task_id] in (adapters or {}) else None for t in tasks]
     return play_tasks(c, policy if turns is None else Turns(policy, event_rule(turns)), tasks, name, c.scale.test_trials, chosen, save=f"{name}_test")
 
-# %% ../nbs/02_comparison.ipynb #98619d5f
+# %% ../nbs/02_comparison.ipynb #c381ffff
 def do_row(c, name: str) -> dict:
     "Make a row and play it; a row that cannot be made says why."
     make, *_ = ROWS[name]
@@ -295,8 +295,8 @@ def do_row(c, name: str) -> dict:
         if name in ROUTED: c.routers = routers(c)
         made = c.stage(f"make {name}", make, after=["trace"])
     except InputError as e:
-        c.say(f"{name}: not run, {e}", force=True)
-        return {"reason": str(e)}
+        c.say(f"{name}: not run, {str(e).removeprefix('not run: ')}", force=True)
+        return {"reason": str(e).removeprefix("not run: ")}
     if "trials" not in made: c.stage(f"play {name}", lambda r: play_row(r, name, made), after=["trace", f"make {name}"])
     return made
 
