@@ -442,7 +442,7 @@ def summary(result: dict, split: str = "test") -> str:
     lines.append(f"total {sum(result['seconds'].values()):.0f} s, peak memory {result['peak_memory_bytes'] / 2**30:.2f} GiB, seed {result['seed']}")
     return "\n".join(lines)
 
-# %% ../nbs/00_pipeline.ipynb #423a7866
+# %% ../nbs/00_pipeline.ipynb #cb1f8ba2
 def evaluate_policy(target: str, policy: str, split: str = "test", trials: int = 0, seed: int = 0,
                     model: str = "", # behind an address: the model's name there
                     say=print):
@@ -465,6 +465,7 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
     if hasattr(agent, "server"): _answered(agent, frame, say)
     return _narrowed(frame, tasks, target, lambda: frame_of(load_policy("do_nothing"), "do_nothing", 1))
 
+# %% ../nbs/00_pipeline.ipynb #48c03586
 def _answered(agent, frame, say):
     "What a server's answers cost; no answer at all is an error, not a rate."
     from trace_nb.core.endpoint import ledger_text

@@ -118,7 +118,7 @@ def prompted_among(c, options: dict, save: str):
     from trace_nb.evaluate.baselines import prompt_only_text
     return play_texts(c, {d: prompt_only_text(text, options) for d, text in domains(c).items()}, save)
 
-# %% ../nbs/04_scaling.ipynb #f2b9f58b
+# %% ../nbs/04_scaling.ipynb #bb93402c
 def sweep(c, rollouts, totals, methods) -> list[tuple]:
     "All points as (key facts, how to play), in the order in which they are measured."
     real = list(c.found["adapters"])
@@ -129,6 +129,7 @@ def sweep(c, rollouts, totals, methods) -> list[tuple]:
         jobs += [({"method": f"{m}_capabilities", **facts}, lambda o=options, p=play, m=m, t=total: p(c, o, f"{m}_among_{t}")) for m, play in (("routed", routed_among), ("prompt_only", prompted_among))]
     return jobs
 
+# %% ../nbs/04_scaling.ipynb #38ee8d6a
 def scale(folder, parameters: Parameters = Parameters(), rollouts=(0, 1280, 2560, 3840, 5120), # of training, in all
           totals=(1, 2, 4, 8, 16), # capabilities, distractors included
           methods=tuple(POINTS), log=print) -> list[dict]: # all rows of the file
