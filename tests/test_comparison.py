@@ -29,7 +29,9 @@ def test_what_was_spent_is_what_was_stated(done):
     budget = json.loads((folder/"trace"/"manifest.json").read_text())["budget"]
     capabilities = sum(n.startswith("gate ") for n in budget)
     stated, spent = stated_rollouts(Parameters(scale="smoke"), capabilities), {r["method"]: r["total"] for r in result["ledger"]}
-    if sum(n.startswith("train ") for n in budget) == capabilities: assert {m: spent[m] for m in ("routed", "prompt_only", "base_again")} == {m: stated[m] for m in ("routed", "prompt_only", "base_again")}
+    assert (spent["prompt_only"], spent["base_again"]) == (stated["prompt_only"], stated["base_again"])
+    refused, again = sum(n.startswith("train ") for n in budget) - capabilities, 8      # rollouts of a step: the pre-flight may play a second one
+    assert stated["routed"] <= spent["routed"] <= stated["routed"] + again * capabilities + refused * (8 + 2 * again)
 
 def test_a_second_call_plays_nothing(done):
     folder, result, _ = done
