@@ -192,6 +192,8 @@ def test_in_front_of_a_server_with_the_adapters_by_name(served, offline):
         client = front.client()
         raw = [client.chat.completions.with_raw_response.create(model="agent", messages=t, tools=tools[s], temperature=0) for s, t in enumerate(talks)]
         streamed = list(ask(client, talks[0], 0, model="agent", stream=True))
+        until = time.time() + 5
+        while upstream.open and time.time() < until: time.sleep(.01)      # the client has its last event before the server has closed the request
         assert upstream.open == 0
         with pytest.raises(openai.BadRequestError, match="maximum context length"): ask(client, [{"role": "user", "content": "word " * 4000}], model="agent")
     routes = [route_of(t[1]["content"]) for t in talks]

@@ -156,7 +156,7 @@ def test_a_log_of_tau2_run_is_read(tmp_path, monkeypatch):
     mock = lambda said: ["openai/fake", json.dumps({"mock_response": said})]
     agent, user = mock("I cannot help with that."), mock(f"Fine. {STOP}")
     monkeypatch.setattr(sys, "argv", ["tau2", "run", "--domain", "airline", "--agent-llm", agent[0], "--agent-llm-args", agent[1], "--user-llm", user[0],
-                                      "--user-llm-args", user[1], "--num-tasks", "2", "--results-dir", str(tmp_path)])
+                                      "--user-llm-args", user[1], "--num-tasks", "2", "--max-concurrency", "1", "--results-dir", str(tmp_path)])
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     try: main()
     finally: logger.remove(); logger.disable("tau2")
