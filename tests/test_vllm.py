@@ -45,7 +45,7 @@ def test_greedy_turns_are_those_of_the_local_adapter(adapters, tokenizer):
     local, mixed = Local(model, tokenizer, temperature=0.), ["multi_step", None, "other", "multi_step"]
     with FakeVLLM() as server:
         served = sampler(server, tokenizer, adapters, model=model, temperature=0.)
-        there, here = ([grpo._begin(MultiStepRetail, s, a) for s, a in enumerate(mixed)] for _ in range(2))
+        there, here = ([grpo.begin(MultiStepRetail, s, a) for s, a in enumerate(mixed)] for _ in range(2))
         play(served, there); play(local, here)
         assert sorted(n.rpartition("-")[0] for n in server.adapters) == ["multi_step", "other"]
     for a, b in zip(there, here):
@@ -111,7 +111,7 @@ def test_log_probabilities_must_be_those_of_the_sampling(tokenizer):
 def mismatch(server, tokenizer):
     "The record of two conversations, and the weights' mean over action tokens."
     model, _ = load_model("pocket")
-    played = [grpo._begin(MultiStepRetail, s, None) for s in range(2)]
+    played = [grpo.begin(MultiStepRetail, s, None) for s in range(2)]
     play(sampler(server, tokenizer, max_new_tokens=24), played)
     ids, mask, _ = grpo.padded([grpo.Row(c.prompt, c.ids, c.mask, 1.) for c in played])
     sampled = torch.nn.utils.rnn.pad_sequence([torch.tensor(c.logps) for c in played], batch_first=True)[:, 1:]

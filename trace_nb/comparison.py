@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['MEASURING', 'MERGES', 'ROUTES', 'ROUTED', 'ROWS', 'BEFORE', 'stated_budget', 'spent_budget', 'Comparison',
            'steps_left', 'trained', 'needs', 'make_single', 'make_multi', 'target_tasks', 'make_target', 'make_sft',
-           'make_distilled', 'make_merge', 'domains', 'make_prompt', 'make_gepa', 'requests_of', 'stage_routers',
-           'routers', 'make_router_row', 'make_top_p', 'make_turns', 'make_again', 'make_adp', 'make_awm',
-           'stated_rollouts', 'play_row', 'play_texts', 'do_row', 'frames', 'comparison_rows', 'ledger', 'compare',
-           'check_methods', 'pooled', 'all_frames', 'comparison_table', 'stated_table', 'compare_seeds']
+           'make_distilled', 'make_merge', 'make_prompt', 'described_texts', 'make_gepa', 'stage_routers', 'routers',
+           'make_router_row', 'make_top_p', 'make_turns', 'make_again', 'make_adp', 'make_awm', 'stated_rollouts',
+           'play_row', 'play_texts', 'do_row', 'frames', 'comparison_rows', 'ledger', 'compare', 'check_methods',
+           'pooled', 'all_frames', 'comparison_table', 'stated_table', 'compare_seeds']
 
-# %% ../nbs/02_comparison.ipynb #3ec963e8
-import json, math, shutil
+# %% ../nbs/02_comparison.ipynb #c9fe98fd
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from .core.trajectory import InputError, only_one, read_json, read_trajectories, write_json
-from .pipeline import SCALES, Parameters, Run, check_parameters, load_agent, play_tasks, run_stages, settings_of
+from .pipeline import SCALES, Parameters, Run, check_parameters, adapters_of, load_agent, play_tasks, requests_of, run_stages, train_into
 
 # %% ../nbs/02_comparison.ipynb #713458b7
 MEASURING = ("evaluate", "report", "diagnose")      # stages that spend nothing on getting better
@@ -37,7 +37,7 @@ def spent_budget(manifest: dict) -> dict:
         if stage not in MEASURING: found[kinds[stage.split()[0]]] += spent["rollouts"]
     return {**found, "total": sum(found.values())}
 
-# %% ../nbs/02_comparison.ipynb #3abb9525
+# %% ../nbs/02_comparison.ipynb #75d6bb61
 class Comparison(Run):
     "A folder with one TRACE run (`trace/`) and the other methods (`rows/`, `trajectories/`)."
     def __init__(self, folder, parameters, log=print, data: dict | None = None): # adp and awm: somebody's files
@@ -53,23 +53,18 @@ class Comparison(Run):
 
     def adapter(self, capability): return f"trace/adapters/{capability}"
 
+    def folders(self, capabilities) -> dict: return {n: self.path(self.adapter(n)) for n in capabilities}
+
 # %% ../nbs/02_comparison.ipynb #d25c725d
 def steps_left(c, selecting: bool = True) -> int:
     "GRPO steps of the scale's size that a method can afford in place of TRACE's calibration, training and gates."
     return (c.budget["total"] - (c.budget["selection"] if selecting else 0)) // (c.scale.groups * c.scale.group_size)
 
-# %% ../nbs/02_comparison.ipynb #5028768a
+# %% ../nbs/02_comparison.ipynb #622bed1d
 def trained(c, name: str, capabilities, steps: int, tasks=None) -> dict:
     "Train one adapter on the environments of capabilities, or on (class, seed) pairs; where it lies, as a row is made."
-    from trace_nb.core.policy import load_model
-    from trace_nb.train.grpo import train_adapter
     from trace_nb.train.tasks import capability_tasks
-    tasks = tasks or capability_tasks(capabilities, steps * c.scale.groups, c.parameters.seed)
-    folder, scratch = c.path("rows", name), c.path("rows", f".{name}")
-    for old in (folder, scratch): shutil.rmtree(old, ignore_errors=True)
-    def progress(r): c.charge(r); c.say(f"{c.current}: step {r['step']} of {steps}, reward {r['reward']:.2f}, success {r['success']:.2f}")
-    train_adapter(*load_model(c.parameters.weights), name, scratch, settings_of(c, steps), progress, tasks=tasks)
-    scratch.rename(folder)
+    train_into(c, c.path("rows", name), name, steps, tasks=tasks or capability_tasks(capabilities, steps * c.scale.groups, c.parameters.seed))
     return {"adapters": {name: f"rows/{name}"}}
 
 # %% ../nbs/02_comparison.ipynb #34b7570e
@@ -117,38 +112,38 @@ def make_sft(c):
     sft_adapter(*load_model(c.parameters.weights), "sft", c.path("rows", "sft"), kept, SFTSettings(epochs=2, seed=c.parameters.seed), lambda r: c.say(f"sft: loss {r['loss']:.3f}"))
     return {"adapters": {"sft": "rows/sft"}, "note": f"{len(kept)} of {spent['successes']} successes kept"}
 
-# %% ../nbs/02_comparison.ipynb #33e57a0e
+# %% ../nbs/02_comparison.ipynb #c02845e1
 def make_distilled(c):
     "One adapter by on-policy distillation from the accepted adapters."
     from trace_nb.core.policy import load_model
     from trace_nb.train.distill import DistillSettings, distill_adapter
-    teachers = {n: c.path(c.adapter(n)) for n in needs(c, "adapters")}
+    teachers = c.folders(needs(c, "adapters"))
     settings = DistillSettings(steps=len(teachers) * c.scale.steps, groups=max(1, c.scale.groups * c.scale.group_size // 4), seed=c.parameters.seed)
     distill_adapter(*load_model(c.parameters.weights), "distilled", c.path("rows", "distilled"), teachers, settings, c.charge)
     return {"adapters": {"distilled": "rows/distilled"}, "note": "its teachers cost a TRACE run besides"}
 
-# %% ../nbs/02_comparison.ipynb #9c02fb8b
+# %% ../nbs/02_comparison.ipynb #2f22177a
 def make_merge(method: str):
     "A row that merges the accepted adapters by one of `adapt.merging`'s methods."
     def make(c):
         from trace_nb.adapt.merging import merge_adapters
         names = needs(c, "adapters")
         if len(names) < 2: raise InputError("one adapter was accepted; there is nothing to merge")
-        found = merge_adapters([c.path(c.adapter(n)) for n in names], c.path("rows", method), method, seed=c.parameters.seed)
+        found = merge_adapters(list(c.folders(names).values()), c.path("rows", method), method, seed=c.parameters.seed)
         return {"adapters": {method: f"rows/{method}"}, "note": f"rank {found['rank']}"}
     return make
 
-# %% ../nbs/02_comparison.ipynb #c02ca7e0
-def domains(c) -> dict:
-    "The system message of each domain of the target."
-    from trace_nb.targets.desk import load_tasks
-    return {t.domain: t.environment.policy_text for t in load_tasks(c.parameters.target)}
-
+# %% ../nbs/02_comparison.ipynb #bb90480a
 def make_prompt(c):
     "The descriptions of the selected capabilities in the system message."
-    from trace_nb.evaluate.baselines import prompt_only_text
     needs(c, "trainable")
-    return {"texts": {d: prompt_only_text(text, c.found["trainable"]) for d, text in domains(c).items()}}
+    return {"texts": described_texts(c, c.found["trainable"])}
+
+def described_texts(c, descriptions) -> dict:
+    "The system message of each domain with capability descriptions in it."
+    from trace_nb.evaluate.baselines import policy_texts, prompt_only_text
+    from trace_nb.targets.desk import load_tasks
+    return {d: prompt_only_text(text, descriptions) for d, text in policy_texts(load_tasks(c.parameters.target)).items()}
 
 # %% ../nbs/02_comparison.ipynb #fcf5e874
 def make_gepa(c):
@@ -159,20 +154,16 @@ def make_gepa(c):
     c.charge({"rollouts": found["rollouts"], "tokens": found["tokens"]})
     return {"texts": found["texts"], "note": found["note"]}
 
-# %% ../nbs/02_comparison.ipynb #7b6179cf
-def requests_of(c, split: str = "test") -> dict:
-    "The first words of every task."
-    from trace_nb.targets.desk import load_tasks
-    return {t.task_id: t.environment().reset(seed=t.seed) for t in load_tasks(c.parameters.target, split)}
-
+# %% ../nbs/02_comparison.ipynb #76dce752
 def stage_routers(c) -> dict:
     "What every router says about the test and train tasks: {method: {test, train, probabilities of the test tasks, note}}."
     import torch
     from trace_nb.adapt.routing import ROUTERS, make_router, measure
     from trace_nb.core.policy import load_model
+    from trace_nb.targets.desk import load_tasks
     needs(c, "adapters")
     model, tokenizer = load_model(c.parameters.weights)
-    router, asked, found = make_router(model, tokenizer, c.found["adapters"]), {s: requests_of(c, s) for s in ("test", "train")}, {}
+    router, asked, found = make_router(model, tokenizer, c.found["adapters"]), {s: requests_of(load_tasks(c.parameters.target, s)) for s in ("test", "train")}, {}
     for method in ROUTERS:
         one = measure(replace(router, method=method), model, tokenizer)
         scores = {s: one.scores(model, tokenizer, list(a.values())) for s, a in asked.items()}
@@ -190,25 +181,25 @@ def make_router_row(method: str):
     "A row that routes with one of `adapt.routing.ROUTERS`."
     return lambda c: {"trials": c.routers[method]["test"], "note": c.routers[method]["note"]}
 
-# %% ../nbs/02_comparison.ipynb #4f91cd42
+# %% ../nbs/02_comparison.ipynb #dba3cc8e
 def make_top_p(c):
     "Adapters weighted by the router's probabilities, the smallest set that holds .9 of them; each sum is made once."
     from trace_nb.adapt.routing import composed_adapters, composition_weights
-    folders, router = {n: c.path(c.adapter(n)) for n in needs(c, "adapters")}, c.routers[c.found["routing"]["method"]]
+    folders, router = c.folders(needs(c, "adapters")), c.routers[c.found["routing"]["method"]]
     shutil.rmtree(c.path("rows", "top_p"), ignore_errors=True)
     names, made = composed_adapters(composition_weights(router["probabilities"], router["options"]), folders, c.path("rows", "top_p"))
     used = {n: str(Path(made[n]).relative_to(c.folder)) for n in dict.fromkeys(names) if n}
     return {"adapters": used, "choices": dict(zip(router["test"], names)), "note": f"{len(used)} different sums"}
 
-# %% ../nbs/02_comparison.ipynb #f08821a4
+# %% ../nbs/02_comparison.ipynb #50d37f56
 def make_turns(c):
     "Re-routing at every turn: a table from the last event to an option, fitted on the train tasks and charged."
     from trace_nb.adapt.turns import Turns, event_rule, fit_event_rule
     from trace_nb.core.rollout import derived_seed, rollout
     from trace_nb.targets.desk import load_tasks
-    adapters, tasks = {n: c.path(c.adapter(n)) for n in needs(c, "adapters")}, load_tasks(c.parameters.target, "train")
+    adapters, tasks = c.folders(needs(c, "adapters")), load_tasks(c.parameters.target, "train")
     local, chosen = load_agent(c, adapters), c.routers[c.found["routing"]["method"]]["train"]
-    first = [None if chosen[t.task_id] == "base" else chosen[t.task_id] for t in tasks]
+    first = adapters_of(tasks, chosen, adapters)
     def play(table):
         played = rollout(Turns(local, event_rule(table)), [t.environment for t in tasks], [t.seed for t in tasks], adapters=first, seed=derived_seed(c.parameters.seed, "turns"))
         c.spend(played); c.say(f"turns: {table}")
@@ -271,7 +262,7 @@ def stated_rollouts(parameters: Parameters, capabilities: int) -> dict:
     own |= {"gepa": budget["total"], "turns": (1 + 4 * (capabilities + 1)) * budget["selection"] // SCALES[parameters.scale].train_trials}
     return {"routed": budget["total"], **{name: own[name] + sum(budget[k] for k in BEFORE[allowance]) for name, (_, allowance, _) in ROWS.items()}}
 
-# %% ../nbs/02_comparison.ipynb #42564aa7
+# %% ../nbs/02_comparison.ipynb #04bfec55
 def play_row(c, name: str, made: dict) -> bool:
     "Play a made row on the test tasks; its trajectories are written."
     play_texts(c, made.get("texts", {}), name, {n: c.path(folder) for n, folder in made.get("adapters", {}).items()}, made.get("choices"), made.get("turns"))
@@ -280,11 +271,11 @@ def play_row(c, name: str, made: dict) -> bool:
 def play_texts(c, texts: dict, name: str, adapters: dict | None = None, choices: dict | None = None, turns: dict | None = None):
     "The test tasks under other system messages {domain: text}; with the first of the adapters, or with the one that `choices` names for a task."
     from trace_nb.adapt.turns import Turns, event_rule
-    from trace_nb.evaluate.baselines import with_policy_text
+    from trace_nb.evaluate.baselines import policy_texts, prompted
     from trace_nb.targets.desk import load_tasks
-    tasks = [replace(t, environment=with_policy_text(t.environment, texts[t.domain])) if t.domain in texts else t for t in load_tasks(c.parameters.target, "test")]
-    one, policy = next(iter(adapters or {}), None), load_agent(c, adapters)
-    chosen = [one if choices is None else choices[t.task_id] if choices[t.task_id] in (adapters or {}) else None for t in tasks]
+    tasks, policy = load_tasks(c.parameters.target, "test"), load_agent(c, adapters)
+    tasks = [replace(t, environment=cls) for t, cls in zip(tasks, prompted(tasks, policy_texts(tasks) | texts))]
+    chosen = [next(iter(adapters or {}), None)] * len(tasks) if choices is None else adapters_of(tasks, choices, adapters or {})
     return play_tasks(c, policy if turns is None else Turns(policy, event_rule(turns)), tasks, name, c.scale.test_trials, chosen, save=f"{name}_test")
 
 # %% ../nbs/02_comparison.ipynb #c381ffff
@@ -339,15 +330,15 @@ def ledger(c, made: dict) -> list[dict]:
         found.append(record | {"cpu_seconds": taken + spent["cpu_seconds"], "wall_seconds": c.manifest["stages"][f"make {name}"]["seconds"]})
     return found
 
-# %% ../nbs/02_comparison.ipynb #497f0450
+# %% ../nbs/02_comparison.ipynb #5f04b254
 def compare(folder, parameters: Parameters = Parameters(), methods=tuple(ROWS), log=print, data: dict | None = None) -> dict:
     "Do the TRACE run and the named rows in a folder; returns what comparison.json holds."
+    from trace_nb.evaluate.evaluate import placebo_oracle
+    from trace_nb.evaluate.ledger import equal_budget, ledger_rows, total_rollouts
     check_methods(methods); check_parameters(parameters)
     with only_one(Path(folder)):
         c = Comparison(folder, parameters, log, data).begin()
         made = {name: do_row(c, name) for name in methods}
-        from trace_nb.evaluate.evaluate import placebo_oracle
-        from trace_nb.evaluate.ledger import equal_budget, ledger_rows, total_rollouts
         frame, records = frames(c, made), ledger(c, made)
         rows, spent = comparison_rows(frame, parameters.seed), {r["method"]: total_rollouts(r) for r in records}
         for row in rows: row |= {"rollouts": spent.get(row["method"]), "seed": parameters.seed}

@@ -114,16 +114,12 @@ def play_shard(job: tuple) -> list:
     return rollout(agent, [t.environment for t in tasks], [t.seed for t in tasks], trials, [t.task_id for t in tasks],
                    [f"{target}:{t.domain}" for t in tasks], adapters, batch_size=BATCH, seed=seed, starts=[start])
 
-# %% ../nbs/05_distributed.ipynb #2c25d243
+# %% ../nbs/05_distributed.ipynb #7d0a5cef
 @lru_cache(1)
 def _prepared(target, policy, split):
-    "Tasks, agent, adapter of each task and the row's name; a worker makes them once."
-    from trace_nb.core.policy import load_policy
-    from trace_nb.pipeline import routed_agent, weights_of
-    from trace_nb.targets.desk import load_tasks
-    tasks = load_tasks(target, split)
-    if (Path(policy)/"manifest.json").exists(): return tasks, *routed_agent(policy, tasks)
-    return tasks, load_policy(weights_of(policy, target)), None, policy
+    "`pipeline.prepared`; a worker does it once."
+    from trace_nb.pipeline import prepared
+    return prepared(target, policy, split)
 
 # %% ../nbs/05_distributed.ipynb #236ace52
 def evaluate_sharded(target: str, policy: str, split: str = "test", trials: int = 0, # 0: 1 for scripts, else 4

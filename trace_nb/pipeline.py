@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'weights_of', 'Parameters', 'Run', 'peak_memory', 'stage', 'say', 'spend', 'charge', 'play_tasks',
-           'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'stage_synthesize', 'halves', 'settings_of',
-           'stage_train', 'stage_gate', 'stage_adapt', 'stage_evaluate', 'stage_report', 'save_figures', 'write_result',
-           'check_parameters', 'play_routed', 'diagnose_routed', 'train_heir', 'gate_heir', 'further_round',
-           'run_stages', 'run_loop', 'summary', 'evaluate_policy', 'accepted_adapters', 'adapter_folders', 'run_model',
-           'route_request', 'routed_agent', 'train_alone']
+           'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'diagnosed', 'stage_synthesize',
+           'settings_of', 'train_into', 'stage_train', 'stage_gate', 'requests_of', 'adapters_of', 'stage_adapt',
+           'stage_evaluate', 'stage_report', 'save_figures', 'write_result', 'check_parameters', 'play_routed',
+           'diagnose_routed', 'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary',
+           'prepared', 'evaluate_policy', 'accepted_adapters', 'adapter_folders', 'run_model', 'route_request',
+           'routed_agent', 'train_alone']
 
-# %% ../nbs/00_pipeline.ipynb #90d0a11f
+# %% ../nbs/00_pipeline.ipynb #63c550cb
 import hashlib, json, os, platform, resource, shutil, sys, time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from .core.trajectory import InputError, only_one, read_json, read_trajectories, write_json, write_trajectories
+from .core.trajectory import InputError, only_one, package_versions, read_json, read_trajectories, write_json, write_trajectories
 
 # %% ../nbs/00_pipeline.ipynb #c0b83517
 @dataclass(frozen=True)
@@ -71,12 +72,11 @@ class Run:
             raise InputError(f"{self.folder} holds a run with other parameters ({_difference(found.get('parameters') or {}, given)}); nothing was changed. Use another --out")
         return found
 
-# %% ../nbs/00_pipeline.ipynb #9d6bc4f0
+# %% ../nbs/00_pipeline.ipynb #6a1e5acc
 def _difference(old, new): return ", ".join(f"{k} {old.get(k)!r} instead of {new[k]!r}" for k in new if old.get(k) != new[k])
 
 def _versions():
-    from importlib.metadata import version
-    return {"python": platform.python_version(), **{n: version(n) for n in ("trace_nb", "torch", "transformers", "trl", "peft")}}
+    return {"python": platform.python_version(), **package_versions()}
 
 def _machine(): return {"cores": os.cpu_count(), "system": platform.system(), "processor": platform.machine()}
 
@@ -162,22 +162,26 @@ def stage_base(run):
     played = play_tasks(run, load_agent(run), load_tasks(run.parameters.target, "train"), "base", run.scale.train_trials, save="base_train")
     return {"passed": sum(bool(t.success) for t in played), "rollouts": len(played)}
 
-# %% ../nbs/00_pipeline.ipynb #938f93ae
-def stage_diagnose(run):
+# %% ../nbs/00_pipeline.ipynb #22ff46a9
+def stage_diagnose(run): return diagnosed(run, "base_train")
+
+def diagnosed(run, played: str, suffix: str = "") -> list[str]:
+    "Capabilities that the agent of some trajectories lacks; labels and table are written under names with the suffix."
     from trace_nb.diagnose.labeling import label_rows, label_runs, write_labels
     from trace_nb.diagnose.selection import select
-    trajectories = read_trajectories(run.path("trajectories", "base_train.jsonl"))
+    trajectories = read_trajectories(run.path("trajectories", f"{played}.jsonl"))
     rows = label_rows(trajectories)
     runs = label_runs(trajectories, run.scale.runs, seed=run.parameters.seed, rows=rows)
-    write_labels(runs, rows, run.path("labels"))
+    write_labels(runs, rows, run.path(f"labels{suffix}"))
     result = select(runs, required=run.scale.required, seed=run.parameters.seed)
-    write_json(result, run.path("capabilities.json"))
+    write_json(result, run.path(f"capabilities{suffix}.json"))
     return [c["name"] for c in result["capabilities"] if c["selected"]]
 
-# %% ../nbs/00_pipeline.ipynb #2ff73f75
+# %% ../nbs/00_pipeline.ipynb #446cabf4
 def stage_synthesize(run, selected):
     from trace_nb.synthesize.capabilities import ALL_ENVIRONMENTS
     from trace_nb.targets.desk import load_tasks
+    from trace_nb.train.gate import halves
     policy, facts, domains = load_agent(run), {}, {t.domain for t in load_tasks(run.parameters.target)}
     known = {c: classes for c, classes in ALL_ENVIRONMENTS.items() if {k.domain for k in classes} <= domains}
     for capability in (c for c in selected if c in known):
@@ -188,37 +192,30 @@ def stage_synthesize(run, selected):
     for capability in (c for c in selected if c not in known): run.say(f"no environment for {capability} in {run.parameters.target} yet: not trained", force=True)
     return facts
 
-# %% ../nbs/00_pipeline.ipynb #30eacf83
-def halves(trajectories) -> dict:
-    "Success where the request was allowed and where it was not: refusing always must not look like skill."
-    found = {}
-    for name, allowed in (("act_success", 1.), ("refuse_success", 0.)):
-        half = [t.success for t in trajectories if t.parts.get("allowed") == allowed]
-        if half: found[name] = sum(half) / len(half)
-    return found
-
-# %% ../nbs/00_pipeline.ipynb #0d5817af
+# %% ../nbs/00_pipeline.ipynb #de307db2
 def settings_of(run, steps: int = 0):
     "GRPO settings of the run's scale, with as many steps as it says or as are given."
     from trace_nb.train.grpo import GRPOSettings
     return GRPOSettings(steps or run.scale.steps, run.scale.groups, run.scale.group_size, seed=run.parameters.seed)
 
-def stage_train(run, capability):
+def train_into(run, folder, name: str, steps: int = 0, **options) -> dict:
+    "Train an adapter beside its folder and put it there when it is whole; every step is charged. `options` are `train_adapter`'s."
     from trace_nb.core.policy import load_model
     from trace_nb.train.grpo import train_adapter
-    model, tokenizer = load_model(run.parameters.weights)
-    s, settings = run.scale, settings_of(run)
-    final, scratch = run.path("adapters", capability), run.path("adapters", f".{capability}")
-    for folder in (final, scratch): shutil.rmtree(folder, ignore_errors=True)
+    settings, scratch = settings_of(run, steps), folder.parent/f".{folder.name}"
+    for old in (folder, scratch): shutil.rmtree(old, ignore_errors=True)
     def progress(r):
         run.charge(r)
-        run.say(f"{run.current}: step {r['step']} of {s.steps}, reward {r['reward']:.2f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}")
-    try: log = train_adapter(model, tokenizer, capability, scratch, settings, progress)
-    except InputError as e: return {"refused": str(e)}      # the pre-flight: nothing to learn from, or a broken environment
-    scratch.rename(final)
+        run.say(f"{run.current}: step {r['step']} of {settings.steps}, reward {r['reward']:.2f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}")
+    log = train_adapter(*load_model(run.parameters.weights), name, scratch, settings, progress, **options)
+    scratch.rename(folder)
     return {"first_reward": log[0]["reward"], "last_reward": log[-1]["reward"], "steps": len(log)}
 
-# %% ../nbs/00_pipeline.ipynb #4b183809
+def stage_train(run, capability):
+    try: return train_into(run, run.path("adapters", capability), capability)
+    except InputError as e: return {"refused": str(e)}      # the pre-flight: nothing to learn from, or a broken environment
+
+# %% ../nbs/00_pipeline.ipynb #b0219e8b
 def stage_gate(run, capability, description):
     from trace_nb.adapt.library import make_card
     from trace_nb.synthesize.capabilities import environments
@@ -230,28 +227,35 @@ def stage_gate(run, capability, description):
     train = play_tasks(run, policy, tasks, f"single:{capability}", run.scale.gate_trials, [capability] * len(tasks), save=f"single_{capability}_train")
     before = read_trajectories(run.path("trajectories", f"held_out_base_{capability}.jsonl"))
     verdict = accept(before, held, read_trajectories(run.path("trajectories", "base_train.jsonl")), train)
-    verdict["metrics"] |= {f"adapter_{k}": v for k, v in halves(held).items()}
     make_card(run.path("adapters", capability), run.parameters.weights, "grpo", environments(capability), settings=settings_of(run), name=capability, description=description, **verdict)
     return verdict
 
-# %% ../nbs/00_pipeline.ipynb #9da3a086
+# %% ../nbs/00_pipeline.ipynb #fcc46af1
+def requests_of(tasks) -> dict: # task id -> text
+    "The first words of each task."
+    return {t.task_id: t.environment().reset(seed=t.seed) for t in tasks}
+
+def adapters_of(tasks, chosen: dict, known) -> list:
+    "The adapter of each task where the choice is a known one; None is the base."
+    return [chosen[t.task_id] if chosen[t.task_id] in known else None for t in tasks]
+
 def stage_adapt(run, adapters):
     from trace_nb.adapt.routing import make_router
     from trace_nb.core.policy import load_model
     from trace_nb.targets.desk import load_tasks
     model, tokenizer = load_model(run.parameters.weights)
-    router, tasks = make_router(model, tokenizer, adapters), load_tasks(run.parameters.target, "test")
+    router, asked = make_router(model, tokenizer, adapters), {split: requests_of(load_tasks(run.parameters.target, split)) for split in ("train", "test")}
     if router.note: run.say(router.note, force=True)
-    requests, seen = [t.environment().reset(seed=t.seed) for t in tasks], load_tasks(run.parameters.target, "train")
-    on_train = dict(zip([t.task_id for t in seen], router.choose(model, tokenizer, [t.environment().reset(seed=t.seed) for t in seen])))
-    choices = {m: dict(zip([t.task_id for t in tasks], _as(router, m).choose(model, tokenizer, requests))) for m in ("letters", "channel")} if adapters else {"channel": {t.task_id: "base" for t in tasks}}
+    choose = lambda router, split: dict(zip(asked[split], router.choose(model, tokenizer, list(asked[split].values()))))
+    on_train = choose(router, "train")
+    choices = {m: choose(_as(router, m), "test") for m in ("letters", "channel")} if adapters else {"channel": dict.fromkeys(asked["test"], "base")}
     return {"method": router.method, "note": router.note, "accuracy": router.accuracy, "chance": router.chance, "label_mass": router.mass, "choices": choices, "train": on_train}
 
 def _as(router, method):
     from dataclasses import replace
     return replace(router, method=method)
 
-# %% ../nbs/00_pipeline.ipynb #75dd834e
+# %% ../nbs/00_pipeline.ipynb #07097b45
 def stage_evaluate(run, adapters, routing):
     from trace_nb.core.policy import load_policy
     from trace_nb.targets.desk import load_tasks
@@ -261,7 +265,7 @@ def stage_evaluate(run, adapters, routing):
     play_tasks(run, load_policy("do_nothing"), tasks, "do_nothing", trials, save="do_nothing_test")
     for c in adapters: play_tasks(run, policy, tasks, f"single:{c}", trials, [c] * len(tasks), save=f"single_{c}_test")
     chosen = routing["choices"][routing["method"]]
-    play_tasks(run, policy, tasks, "routed", trials, [None if chosen[t.task_id] == "base" else chosen[t.task_id] for t in tasks], save="routed_test")
+    play_tasks(run, policy, tasks, "routed", trials, adapters_of(tasks, chosen, adapters), save="routed_test")
     return True
 
 # %% ../nbs/00_pipeline.ipynb #015abf65
@@ -315,47 +319,35 @@ def check_parameters(p: Parameters):
     if p.model in SCRIPTED: raise InputError(f"{p.model} is a script and cannot be trained; give `pocket`, a folder or a Hugging Face id")
     model_path(p.weights)
 
-# %% ../nbs/00_pipeline.ipynb #ce3d17ad
+# %% ../nbs/00_pipeline.ipynb #3f191f16
 def play_routed(run, split: str, heirs: dict, routing: dict, save: str, trials: int):
     "Trajectories of the routed agent on a split; `heirs` names the folder that stands for each capability now."
     from trace_nb.targets.desk import load_tasks
     tasks, chosen = load_tasks(run.parameters.target, split), routing["choices"][routing["method"]] if split == "test" else routing["train"]
     policy = load_agent(run, {c: run.path("adapters", folder) for c, folder in heirs.items()})
-    return bool(play_tasks(run, policy, tasks, save, trials, [chosen[t.task_id] if chosen[t.task_id] in heirs else None for t in tasks], save=f"{save}_{split}"))
+    return bool(play_tasks(run, policy, tasks, save, trials, adapters_of(tasks, chosen, heirs), save=f"{save}_{split}"))
 
-# %% ../nbs/00_pipeline.ipynb #23203ac4
+# %% ../nbs/00_pipeline.ipynb #780820dc
 def diagnose_routed(run, number: int) -> list[str]:
-    "Capabilities that the routed agent still lacks, by the same rules as in the first round."
-    from trace_nb.diagnose.labeling import label_rows, label_runs, write_labels
-    from trace_nb.diagnose.selection import select
-    trajectories = read_trajectories(run.path("trajectories", f"before_{number}_train.jsonl"))
-    if len({bool(t.success) for t in trajectories}) < 2: return []
-    rows = label_rows(trajectories)
-    runs = label_runs(trajectories, run.scale.runs, seed=run.parameters.seed, rows=rows)
-    write_labels(runs, rows, run.path(f"labels_{number}"))
-    result = select(runs, required=run.scale.required, seed=run.parameters.seed)
-    write_json(result, run.path(f"capabilities_{number}.json"))
-    return [c["name"] for c in result["capabilities"] if c["selected"]]
+    "Capabilities that the routed agent still lacks, by the same rules as in the first round; none where nothing can be contrasted."
+    played = f"before_{number}_train"
+    outcomes = {bool(t.success) for t in read_trajectories(run.path("trajectories", f"{played}.jsonl"))}
+    return diagnosed(run, played, f"_{number}") if len(outcomes) == 2 else []
 
-# %% ../nbs/00_pipeline.ipynb #9ab51fc5
+# %% ../nbs/00_pipeline.ipynb #5f435a8b
 def train_heir(run, number: int, capability: str, heirs: dict) -> dict:
     "Train a capability's heir from the merge of all adapters, a quarter of its groups from the other capabilities."
     from trace_nb.adapt.merging import merge_adapters
-    from trace_nb.core.policy import load_model
-    from trace_nb.train.grpo import train_adapter
     from trace_nb.train.tasks import capability_tasks
-    s, name = run.scale, f"{capability}_{number}"
-    final, scratch, start = run.path("adapters", name), run.path("adapters", f".{name}"), run.path("adapters", f".start_{number}")
-    for folder in (final, scratch, start): shutil.rmtree(folder, ignore_errors=True)
+    count, name, start = run.scale.steps * run.scale.groups, f"{capability}_{number}", run.path("adapters", f".start_{number}")
+    shutil.rmtree(start, ignore_errors=True)
     folders = [run.path("adapters", f) for f in heirs.values()]
     if len(folders) > 1: merge_adapters(folders, start)
     others, seed = [c for c in heirs if c != capability], run.parameters.seed + 1000 * number
-    own, rest = (capability_tasks(c, s.steps * s.groups, seed + i) if c else [] for i, c in enumerate(([capability], others)))
-    tasks = [rest[i] if rest and i % 4 == 3 else own[i] for i in range(s.steps * s.groups)]
-    def progress(r): run.charge(r); run.say(f"{run.current}: step {r['step']} of {s.steps}, success {r['success']:.2f}")
-    log = train_adapter(*load_model(run.parameters.weights), name, scratch, settings_of(run), progress, tasks=tasks, start=start if len(folders) > 1 else folders[0])
-    shutil.rmtree(start, ignore_errors=True); scratch.rename(final)
-    return {"first_reward": log[0]["reward"], "last_reward": log[-1]["reward"], "steps": len(log)}
+    own, rest = (capability_tasks(c, count, seed + i) if c else [] for i, c in enumerate(([capability], others)))
+    made = train_into(run, run.path("adapters", name), name, tasks=[rest[i] if rest and i % 4 == 3 else own[i] for i in range(count)], start=start if len(folders) > 1 else folders[0])
+    shutil.rmtree(start, ignore_errors=True)
+    return made
 
 # %% ../nbs/00_pipeline.ipynb #b424ad3a
 def gate_heir(run, number: int, capability: str, heirs: dict, routing: dict, description: str) -> dict:
@@ -442,7 +434,18 @@ def summary(result: dict, split: str = "test") -> str:
     lines.append(f"total {sum(result['seconds'].values()):.0f} s, peak memory {result['peak_memory_bytes'] / 2**30:.2f} GiB, seed {result['seed']}")
     return "\n".join(lines)
 
-# %% ../nbs/00_pipeline.ipynb #cb1f8ba2
+# %% ../nbs/00_pipeline.ipynb #451c8ccc
+def prepared(target: str, policy: str, split: str, model: str = "") -> tuple:
+    "Tasks, agent, adapter of each task (None: the base alone) and the row's name of a policy: a script, a model, a run folder or an address."
+    from trace_nb.core.policy import load_policy
+    from trace_nb.targets.desk import load_tasks
+    tasks = load_tasks(target, split)
+    if (Path(policy)/"manifest.json").exists(): return tasks, *routed_agent(policy, tasks)
+    if not policy.startswith(("http://", "https://")): return tasks, load_policy(weights_of(policy, target)), None, policy
+    if not model: raise InputError(f"--model is missing; name the model behind {policy}")
+    return tasks, load_policy(policy, model=model), None, model
+
+# %% ../nbs/00_pipeline.ipynb #d4fb8139
 def evaluate_policy(target: str, policy: str, split: str = "test", trials: int = 0, seed: int = 0,
                     model: str = "", # behind an address: the model's name there
                     say=print):
@@ -450,14 +453,8 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
     from trace_nb.core.policy import SCRIPTED, load_policy
     from trace_nb.core.rollout import rollout
     from trace_nb.evaluate.evaluate import evaluation_frame
-    from trace_nb.targets.desk import load_tasks
     if trials < 0: raise InputError(f"--trials is {trials}; give at least 1, or 0 for the default")
-    tasks, adapters, name = load_tasks(target, split), None, policy
-    if (Path(policy)/"manifest.json").exists(): agent, adapters, name = routed_agent(policy, tasks)
-    elif policy.startswith(("http://", "https://")):
-        if not model: raise InputError(f"--model is missing; name the model behind {policy}")
-        agent, name = load_policy(policy, model=model), model
-    else: agent = load_policy(weights_of(policy, target))
+    tasks, agent, adapters, name = prepared(target, policy, split, model)
     def frame_of(agent, name, trials, adapters=None):
         played = rollout(agent, [t.environment for t in tasks], [t.seed for t in tasks], trials, [t.task_id for t in tasks], [f"{target}:{t.domain}" for t in tasks], adapters, seed=seed)
         return evaluation_frame(played, name, {t.task_id: t.split for t in tasks}, target)
@@ -515,7 +512,7 @@ def _router_of(folder):
     model, tokenizer = load_model(run_model(folder))
     return model, tokenizer, make_router(model, tokenizer, accepted_adapters(folder))
 
-# %% ../nbs/00_pipeline.ipynb #a8da8b2b
+# %% ../nbs/00_pipeline.ipynb #097e599e
 def route_request(folder, request: str) -> str:
     "The option that a run's router chooses for a request."
     model, tokenizer, router = _router_of(folder)
@@ -525,9 +522,9 @@ def routed_agent(folder, tasks):
     "A run's agent with its adapters, the adapter of each task, and a name for the table."
     from trace_nb.core.policy import load_policy
     model, tokenizer, router = _router_of(folder)
-    chosen = router.choose(model, tokenizer, [t.environment().reset(seed=t.seed) for t in tasks])
-    policy = load_policy(run_model(folder), adapter_folders(folder))
-    return policy, [None if c == "base" else c for c in chosen], "routed"
+    asked, folders = requests_of(tasks), adapter_folders(folder)
+    chosen = dict(zip(asked, router.choose(model, tokenizer, list(asked.values()))))
+    return load_policy(run_model(folder), folders), adapters_of(tasks, chosen, folders), "routed"
 
 # %% ../nbs/00_pipeline.ipynb #0015ffcb
 def train_alone(capability, model, out, preset: str, changes: dict, log=print):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TERMINATIONS', 'InputError', 'Trajectory', 'trajectory_id', 'trajectory_from', 'Call', 'calls', 'content_text',
            'is_error', 'writable', 'same_file', 'writing', 'write_json', 'read_json', 'write_trajectories',
-           'iter_trajectories', 'read_trajectories', 'data_folder', 'only_one', 'show_messages']
+           'iter_trajectories', 'read_trajectories', 'data_folder', 'package_versions', 'only_one', 'show_messages']
 
 # %% ../../nbs/core/00_trajectory.ipynb #554b4b35
 import fcntl, json, os, re, tempfile
@@ -197,6 +197,12 @@ def data_folder() -> Path:
     import trace_nb
     package = Path(trace_nb.__file__).resolve().parent
     return package.parent/"data" if (package.parent/"data"/"desk").is_dir() else package/"data"
+
+# %% ../../nbs/core/00_trajectory.ipynb #dcc747cb
+def package_versions() -> dict:
+    "Versions of this package and of those that decide a result."
+    from importlib.metadata import version
+    return {n: version(n) for n in ("trace_nb", "torch", "transformers", "trl", "peft")}
 
 # %% ../../nbs/core/00_trajectory.ipynb #66829ddd
 @contextmanager

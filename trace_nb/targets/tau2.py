@@ -7,13 +7,14 @@ __all__ = ['DOMAINS', 'FILES', 'ENDS', 'tau2_fault', 'engine', 'Borrowed', 'chan
            'known_issues', 'scenario_of', 'Tau2', 'get_reward', 'tau2_class', 'tau2_tasks', 'beyond_do_nothing',
            'without_known_issues']
 
-# %% ../../nbs/targets/04_tau2.ipynb #a4c87f56
+# %% ../../nbs/targets/04_tau2.ipynb #ec62d78a
 import copy, hashlib, importlib.util, json, os
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from ..core.environment import described_tools
 from ..core.trajectory import InputError, data_folder, read_json
 from .desk import Task
 from .users import Scenario, User, UserFault, load_user, say
@@ -269,19 +270,13 @@ def _facts(self) -> dict:
 
 Tau2._oracle, Tau2._facts = _oracle, _facts
 
-# %% ../../nbs/targets/04_tau2.ipynb #300505ae
-def _tool(name):
-    "A tool as a method; its description is in `_schemas`."
-    def call(self, /, **arguments) -> str: return self._answer({"tool_calls": [{"id": "call", "function": {"name": name, "arguments": arguments}}]})[0]["content"]
-    call.__name__ = name
-    return call
-
+# %% ../../nbs/targets/04_tau2.ipynb #8add1889
 @cache
 def tau2_class(file: TaskFile, user: User, max_steps: int = 200, max_errors: int = 10) -> type:
     "The environment class of a task file, a user and the limits (200 hops and 10 errors are those of `tau2 run`)."
     w = world(file.domain)
     given = {"domain": file.domain, "file": file, "user": user, "max_turns": max_steps, "max_errors": max_errors, "policy_text": w.prompt, "_schemas": w.schemas}
-    return type(f"Tau2{file.domain.title()}", (Tau2,), given | {name: _tool(name) for name in (s["function"]["name"] for s in w.schemas)})
+    return type(f"Tau2{file.domain.title()}", (Tau2,), given | described_tools(w.schemas))
 
 # %% ../../nbs/targets/04_tau2.ipynb #dc5dd1cf
 def tau2_tasks(split: str = "all", # train, test or all

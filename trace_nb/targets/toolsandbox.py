@@ -8,11 +8,12 @@ __all__ = ['VARIABLE', 'VARIANTS', 'NOW', 'LIBRARIES', 'MOST_CALLS', 'GROUP', 'L
            'seat', 'scenarios', 'ToolSandbox', 'get_reward', 'is_insufficient', 'scenario_class', 'toolsandbox_tasks',
            'without_insufficient_information']
 
-# %% ../../nbs/targets/05_toolsandbox.ipynb #6941cd88
+# %% ../../nbs/targets/05_toolsandbox.ipynb #ad9b48b8
 import atexit, hashlib, json, os, random, re, subprocess, sys, threading, weakref
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from ..core.environment import described_tools
 from ..core.trajectory import InputError
 from .desk import Task
 from .users import STOP, Scenario, User, UserFault, load_user, say
@@ -321,19 +322,13 @@ def _facts(self) -> dict:
 
 ToolSandbox._oracle, ToolSandbox._facts = _oracle, _facts
 
-# %% ../../nbs/targets/05_toolsandbox.ipynb #1c2654ca
-def _tool(name):
-    "A tool as a method; its description is in `_schemas`."
-    def call(self, /, **arguments) -> str: return self._answer({"tool_calls": [{"id": "call", "function": {"name": name, "arguments": arguments}}]})[0]["content"]
-    call.__name__ = name
-    return call
-
+# %% ../../nbs/targets/05_toolsandbox.ipynb #503b6a94
 @cache
 def scenario_class(tree: Path, name: str, user: User) -> type:
     "The environment class of a scenario."
     s = scenarios(tree)[name]
     given = {"tree": tree, "scenario": s, "user": user, "max_turns": s["max_messages"], "policy_text": s["system"], "_schemas": s["tools"]}
-    return type("ToolSandbox_" + re.sub(r"\W", "_", name), (ToolSandbox,), given | {n: _tool(n) for n in (t["function"]["name"] for t in s["tools"])})
+    return type("ToolSandbox_" + re.sub(r"\W", "_", name), (ToolSandbox,), given | described_tools(s["tools"]))
 
 def toolsandbox_tasks(split: str = "all", # train, test or all
                       tree=None, # see `find_tree`

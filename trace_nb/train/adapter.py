@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TARGET_MODULES', 'fused_experts', 'lora_targets', 'with_lora', 'further', 'save_adapter', 'probe_logits',
-           'check_changes', 'check_sampler', 'check_saved', 'fingerprint', 'write_checkpoint', 'read_checkpoint']
+           'check_changes', 'check_sampler', 'check_saved', 'weights_hash', 'fingerprint', 'write_checkpoint',
+           'read_checkpoint']
 
 # %% ../../nbs/train/09_adapter.ipynb #222317f6
 import hashlib, json, os
@@ -83,6 +84,13 @@ def check_saved(tuned, folder, ids, name: str) -> None:
     back = probe_logits(tuned, ids, "canary")
     tuned.set_adapter("default"); tuned.delete_adapter("canary")
     if not (back - live).abs().max() <= 1e-5 * live.abs().max(): raise InputError(f"{name}: the adapter in {folder} does not answer as the trained one did; do not use it, train again")
+
+# %% ../../nbs/train/09_adapter.ipynb #9f97d6be
+def weights_hash(folder) -> str:
+    "sha256 of adapter_model.safetensors."
+    path = Path(folder)/"adapter_model.safetensors"
+    if not path.is_file(): raise InputError(f"{folder}: no adapter_model.safetensors; save the adapter in that format")
+    with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
 # %% ../../nbs/train/09_adapter.ipynb #98115194
 def fingerprint(model) -> str:

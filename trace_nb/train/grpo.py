@@ -8,16 +8,16 @@ __all__ = ['CHOICES', 'PRESETS', 'GRPOSettings', 'default_settings', 'group_adva
            'draw_groups', 'step_rows', 'broken', 'trainer_class', 'training_rows', 'no_checkpointing', 'grpo_config',
            'plateau', 'ended', 'look', 'training_facts', 'trainable', 'make_trainer', 'train_adapter']
 
-# %% ../../nbs/train/01_grpo.ipynb #c8b4ca76
-import hashlib, json, time
+# %% ../../nbs/train/01_grpo.ipynb #2e35e5a3
+import json, time
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from ..core.environment import Episode
 from ..core.policy import Conversation, Local
-from ..core.rollout import derived_seed, play, rollout
+from ..core.rollout import begin, derived_seed, play, rollout
 from ..core.trajectory import InputError
-from .adapter import check_changes, check_sampler, check_saved, fingerprint, further, read_checkpoint, save_adapter, with_lora, write_checkpoint
+from .adapter import check_changes, check_sampler, check_saved, fingerprint, further, read_checkpoint, save_adapter, weights_hash, with_lora, write_checkpoint
 from .gate import accept
 from .tasks import FIRST_HELD_OUT_SEED, FIRST_TRAINING_SEED, adapter_name, plateau_tasks, task_schedule
 
@@ -168,12 +168,6 @@ def drop_hint(conversation, text # the policy's `ChatText`
     plain = text.first(messages[:2], tool_schemas(c.episode.environment)); n = len(plain)
     c.ids, c.mask, c.logps, c.prompt = plain + c.ids[c.prompt:], [0] * n + c.mask[c.prompt:], [0.] * n + c.logps[c.prompt:], n
 
-# %% ../../nbs/train/01_grpo.ipynb #576f283d
-def _begin(cls, seed, adapter):
-    "A conversation, or what the environment raised."
-    try: return Conversation(Episode(cls, seed), adapter)
-    except Exception as e: return e
-
 # %% ../../nbs/train/01_grpo.ipynb #99419b9c
 def _reward(c) -> float:
     "The reward; nan where the environment or its user broke, which is no failure of the agent."
@@ -181,7 +175,7 @@ def _reward(c) -> float:
     try: return float(c.episode.environment.get_reward())
     except Exception as e: c.episode.fault = repr(e); return float("nan")
 
-# %% ../../nbs/train/01_grpo.ipynb #bf01889b
+# %% ../../nbs/train/01_grpo.ipynb #9ac13ba3
 def play_groups(policy, tasks, # (class, seed) of each group
                 settings, seed: int, # of the sampling
                 adapter: str | None = "default", hint=None # text, or {class name: text}
@@ -189,7 +183,7 @@ def play_groups(policy, tasks, # (class, seed) of each group
     "K rollouts of each task; conversations (or what an environment raised) and rewards [groups, K]."
     import torch
     hinted, conversations = round(settings.hint_share * settings.group_size) if hint else 0, []
-    for cls, task_seed in tasks: conversations += [_begin(cls, task_seed, adapter) for _ in range(settings.group_size)]
+    for cls, task_seed in tasks: conversations += [begin(cls, task_seed, adapter) for _ in range(settings.group_size)]
     playing = [c for c in conversations if isinstance(c, Conversation)]
     guided = [(c, h) for i, c in enumerate(conversations) if i % settings.group_size < hinted and isinstance(c, Conversation)
               if (h := hint if isinstance(hint, str) else hint.get(type(c.episode.environment).__name__))]
@@ -330,11 +324,11 @@ def look(policy, tasks, settings) -> dict:
     played = rollout(policy, list(classes), seeds, adapters=["default"] * len(seeds), seed=derived_seed("plateau", settings.seed))
     return {"held_out_success": sum(t.success for t in played) / len(played), "rollouts": len(played), "tokens": sum(t.metadata.get("tokens", 0) for t in played)}
 
-# %% ../../nbs/train/01_grpo.ipynb #00674c53
+# %% ../../nbs/train/01_grpo.ipynb #5145c488
 def training_facts(model, name, settings, tasks, hint, start=None) -> dict:
     "What a checkpoint must agree with to be gone on from."
     listed = None if tasks is None else derived_seed(*((c.__name__, s) for c, s in tasks))
-    return {"start": start and hashlib.sha256(Path(start, "adapter_model.safetensors").read_bytes()).hexdigest(), "name": name, "base": fingerprint(model), "tasks": listed, "hint": hint and derived_seed(json.dumps(hint, sort_keys=True)), **asdict(settings)}
+    return {"start": start and weights_hash(start), "name": name, "base": fingerprint(model), "tasks": listed, "hint": hint and derived_seed(json.dumps(hint, sort_keys=True)), **asdict(settings)}
 
 # %% ../../nbs/train/01_grpo.ipynb #c2a37fc3
 def trainable(tuned) -> dict: return {n: p for n, p in tuned.named_parameters() if p.requires_grad}
@@ -442,8 +436,8 @@ def _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_ou
     path.unlink(missing_ok=True)
     return log
 
-# %% ../../nbs/train/01_grpo.ipynb #6771276a
+# %% ../../nbs/train/01_grpo.ipynb #4137f80e
 def _prompt(policy, task):
     "Messages and tools of a task's prompt."
-    conversation = _begin(*task, None)
+    conversation = begin(*task, None)
     return conversation.episode.messages, policy._tools(conversation)
