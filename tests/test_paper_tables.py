@@ -22,7 +22,7 @@ def compared(folder):
         for method, gain in GAINS.items():
             gain += .01 * seed * (method != "base")
             spent = {"gepa": 1500, "single_grpo": 3100, "core_tsv": 3100, "routed": 3100}.get(method)
-            known = {} if method == "base" else {"difference": gain, "difference_low": gain - .05, "difference_high": gain + .05, "p_vs_base": .01, "holm_p": .04}
+            known = {} if method == "base" else {"difference": gain, "difference_low": gain - .05, "difference_high": gain + .05, "p_vs_base": .01, "p_holm": .04}
             rows.append(row(method, seed, .34 + gain, spent, **known))
             if spent: ledger.append({"method": method, "selection": 200, "calibration": 0, "training": spent - 200, "validation": 0, "total": spent, "tokens": 9, "cpu_seconds": 1.})
         write_json({"rows": rows, "ledger": ledger, "not_run": [{"method": "adp", "reason": "no data"}], "seed": seed}, folder/f"seed_{seed}"/"comparison.json")

@@ -156,7 +156,7 @@ def make_gepa(c):
 
 # %% ../nbs/02_comparison.ipynb #76dce752
 def stage_routers(c) -> dict:
-    "What every router says about the test and train tasks: {method: {test, train, probabilities of the test tasks, note}}."
+    "What every router says about the test and train tasks: {method: {test, train, options, probabilities of the test tasks, accuracy on its examples, tokens and ms a request}}."
     import torch
     from trace_nb.adapt.routing import ROUTERS, make_router, measure
     from trace_nb.core.policy import load_model
@@ -169,8 +169,8 @@ def stage_routers(c) -> dict:
         scores = {s: one.scores(model, tokenizer, list(a.values())) for s, a in asked.items()}
         chosen = {s: dict(zip(asked[s], (one.options[i] for i in v.argmax(1).tolist()))) for s, v in scores.items()}
         found[method] = {**chosen, "options": one.options, "probabilities": torch.softmax(scores["test"] / one.temperature[method], 1).tolist(),
-                         "note": f"{one.cost['tokens']:.0f} tokens and {1000 * one.cost['seconds']:.0f} ms a request; right on {one.accuracy[method]:.0%} of the examples"}
-        c.say(f"router {method}: {found[method]['note']}")
+                         "tokens": one.cost["tokens"], "ms": 1000 * one.cost["seconds"], "accuracy": one.accuracy[method]}
+        c.say("router {}: {tokens:.0f} tokens and {ms:.0f} ms a request; right on {accuracy:.0%} of the examples".format(method, **found[method]))
     return found
 
 def routers(c) -> dict:
@@ -179,7 +179,7 @@ def routers(c) -> dict:
 
 def make_router_row(method: str):
     "A row that routes with one of `adapt.routing.ROUTERS`."
-    return lambda c: {"trials": c.routers[method]["test"], "note": c.routers[method]["note"]}
+    return lambda c: {"trials": c.routers[method]["test"], **{k: c.routers[method][k] for k in ("tokens", "ms", "accuracy")}}
 
 # %% ../nbs/02_comparison.ipynb #dba3cc8e
 def make_top_p(c):
@@ -222,14 +222,14 @@ def make_adp(c):
     if status := adp_status(c.data.get("adp")): raise InputError(status)
     source = ADP(c.data["adp"])
     sft_adapter(*load_model(c.parameters.weights), "adp", c.path("rows", "adp"), list(source), SFTSettings(seed=c.parameters.seed))
-    return {"adapters": {"adp": "rows/adp"}, "note": f"{source.report['kept']} trajectories of {', '.join(source.report['sources'])}"}
+    return {"adapters": {"adp": "rows/adp"}, "data": str(c.data["adp"]), "note": f"{source.report['kept']} trajectories of {', '.join(source.report['sources'])}"}
 
 def make_awm(c):
     "GRPO in the environments of Agent World Model files."
     from trace_nb.train.outside_data import AWM, awm_status
     if status := awm_status(c.data.get("awm")): raise InputError(status)
     source, steps = AWM(c.data["awm"]), steps_left(c, selecting=False)
-    return {**trained(c, "awm", (), steps, source.tasks()), "note": f"{source.report['tasks']} tasks of {source.report['scenarios']} scenarios"}
+    return {**trained(c, "awm", (), steps, source.tasks()), "data": str(c.data["awm"]), "note": f"{source.report['tasks']} tasks of {source.report['scenarios']} scenarios"}
 
 # %% ../nbs/02_comparison.ipynb #383deaaa
 MERGES = ("core_tsv", "core_tsv_truncated", "linear", "ties", "dare_linear", "dare_ties")
@@ -288,6 +288,7 @@ def do_row(c, name: str) -> dict:
     except InputError as e:
         c.say(f"{name}: not run, {str(e).removeprefix('not run: ')}", force=True)
         return {"reason": str(e).removeprefix("not run: ")}
+    if c.data.get(name) and made["data"] != str(c.data[name]): raise InputError(f"{c.folder}: the row {name} was made from {made['data']}; give the same, or another --out")
     if "trials" not in made: c.stage(f"play {name}", lambda r: play_row(r, name, made), after=["trace", f"make {name}"])
     return made
 
@@ -311,7 +312,7 @@ def comparison_rows(frame, seed: int = 0, against: str = "routed") -> list[dict]
     for row in rows:
         part = frame if ":" not in row["target"] else frame[frame.domain == row["target"].partition(":")[2]]
         found = compare(part, "base", row["method"], seed=seed) if row["method"] != "base" else dict.fromkeys(("difference", "low", "high"))
-        row |= {"difference": found["difference"], "difference_low": found["low"], "difference_high": found["high"], "holm_p": row["p_holm"]}
+        row |= {"difference": found["difference"], "difference_low": found["low"], "difference_high": found["high"]}
         row[f"p_vs_{against}"] = compare(part, against, row["method"], seed=seed)["p"] if row["method"] != against else None
     return sorted(rows, key=lambda r: (r["target"], -r["rate"]))
 
@@ -343,7 +344,8 @@ def compare(folder, parameters: Parameters = Parameters(), methods=tuple(ROWS), 
         rows, spent = comparison_rows(frame, parameters.seed), {r["method"]: total_rollouts(r) for r in records}
         for row in rows: row |= {"rollouts": spent.get(row["method"]), "seed": parameters.seed}
         result = {"rows": rows, "ledger": ledger_rows(records), "equal_budget": equal_budget(records, budget=c.budget["total"]), "placebo": placebo_oracle(frame, parameters.seed), "not_run": [{"method": n, "reason": m["reason"]} for n, m in made.items() if "reason" in m],
-                  "notes": {n: m["note"] for n, m in made.items() if m.get("note")}, "seed": parameters.seed}
+                  "notes": {n: m["note"] for n, m in made.items() if m.get("note")}, "seed": parameters.seed,
+                  "routers": {n: {k: m[k] for k in ("tokens", "ms", "accuracy")} for n, m in made.items() if "tokens" in m}}
         write_json(result, c.path("comparison.json"))
         return result
 
@@ -368,11 +370,11 @@ def pooled(folders) -> dict:
     return {"rows": rows, "ledger": [r | {"seed": x["seed"]} for x in found for r in x["ledger"]], "not_run": found[0]["not_run"], "seeds": [x["seed"] for x in found]}
 
 def all_frames(folder):
-    "The evaluation frame of a finished comparison."
+    "The evaluation frame of the rows that a comparison has played."
     manifest = read_json(Path(folder)/"manifest.json")
     c = Comparison(folder, Parameters(**manifest["parameters"]), log=lambda line: None)
     made = {n.removeprefix("make "): r["result"] for n, r in c.manifest["stages"].items() if n.startswith("make ")}
-    return frames(c, made)
+    return frames(c, {n: m for n, m in made.items() if "trials" in m or f"play {n}" in c.manifest["stages"]})
 
 # %% ../nbs/02_comparison.ipynb #f63b64e9
 def comparison_table(result: dict, target: str) -> str:
@@ -382,7 +384,7 @@ def comparison_table(result: dict, target: str) -> str:
     head = ["method", "rollouts", "tasks", "trials", "success", "95 % interval", "difference to base", "p", "Holm p", "p vs routed"]
     lines = [[r["method"], str(r["rollouts"] or "-"), str(r["tasks"]), str(r["trials"]), number(r["rate"]), f"[{number(r['low'])}, {number(r['high'])}]",
               f"{number(r['difference'], '+')} [{number(r['difference_low'], '+')}, {number(r['difference_high'], '+')}]" if r["difference"] is not None else "-",
-              format_p(r["p_vs_base"]), format_p(r.get("holm_p")), format_p(r["p_vs_routed"])] for r in result["rows"] if r["target"] == target]
+              format_p(r["p_vs_base"]), format_p(r["p_holm"]), format_p(r["p_vs_routed"])] for r in result["rows"] if r["target"] == target]
     return "\n".join([*_aligned([head, *lines]), *(f"not run: {n['method']}: {n['reason']}" for n in result["not_run"])])
 
 # %% ../nbs/02_comparison.ipynb #860ca7cd

@@ -161,7 +161,7 @@ def _mean_band(ax, mean, low, high):
     ax.annotate(f"mean {100*mean:+.0f}", (0, mean), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points", color=GREY, fontsize="small")
 
 # %% ../../nbs/evaluate/02_figures.ipynb #4d1c3b4e
-def plot_combination(table: pd.DataFrame, # method, difference, difference_low, difference_high; optionally seed, comparable, holm_p
+def plot_combination(table: pd.DataFrame, # method, difference, difference_low, difference_high; optionally seed, comparable, p_holm
                      noise: float | None=None, # two equal runs differ by less than this in 95 of 100 cases
                      baseline: str="base", ax=None):
     "Gain of each method over the base, paired by task, with lines for the base, the noise floor and doing nothing."
@@ -182,7 +182,7 @@ def _difference_marks(ax, y, rows, method):
         open_ = method.startswith("oracle") or r.get("comparable") is False
         ax.errorbar(r.difference, at, xerr=[[max(r.difference - r.difference_low, 0)], [max(r.difference_high - r.difference, 0)]], fmt="o", markersize=5.5 if len(rows) == 1 else 4,
                     elinewidth=1.8 if len(rows) == 1 else 1.2, color=color, markerfacecolor="white" if open_ else color)
-    p = rows.holm_p.iloc[0] if len(rows) == 1 and "holm_p" in rows else None
+    p = rows.p_holm.iloc[0] if len(rows) == 1 and "p_holm" in rows else None
     if p is not None and p == p: ax.annotate(f"p {_p_text(p)}", (1, y), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points", va="center", fontsize="small", color=GREY, annotation_clip=False)
 
 def _apart(y, n, width=.5): return [y + (i - (n - 1) / 2) * min(.22, width / n) for i in range(n)]
