@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCRIPTED', 'CALL', 'FIXED', 'TOOLS_TEXT', 'LARGEST_COPY', 'Conversation', 'Scripted', 'parse_message', 'with_calls',
            'parse_bare', 'parse_with', 'ChatText', 'render', 'takes_tools', 'described', 'check', 'message_reader',
-           'Local', 'act', 'write', 'said', 'model_path', 'chat_tokenizer', 'load_model', 'with_adapters',
+           'Local', 'act', 'write', 'said', 'weights_of', 'model_path', 'chat_tokenizer', 'load_model', 'with_adapters',
            'load_policy']
 
 # %% ../../nbs/core/03_policy.ipynb #a03fd48f
@@ -392,6 +392,11 @@ def _generate_alone(self, conversations, said):
                         do_sample=False, repetition_penalty=1., eos_token_id=sorted(self.stops), pad_token_id=pad, logits_processor=[choose], stopping_criteria=[over])
 
 Local._generate_plain, Local._generate_alone = _generate_plain, _generate_alone
+
+# %% ../../nbs/core/03_policy.ipynb #4e9a82d9
+def weights_of(model: str, world: str) -> str:
+    "The name by which the weights of a model are loaded for a target or a domain; pocket has weights for two worlds."
+    return "pocket/phone" if (model, world) == ("pocket", "phone") else model
 
 # %% ../../nbs/core/03_policy.ipynb #4472f413
 def model_path(name: str) -> str:

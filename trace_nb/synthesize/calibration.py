@@ -89,8 +89,8 @@ def calibrate(environment_class, policy, # a policy or its name
               seed: int = 0 # of the policy's sampling
              ) -> dict: # {"environment", "difficulty", "success", "low", "high", "confirmed", "rollouts", "measurements", "detail"}
     "Find the difficulty at which the base succeeds on 45 % of the tasks."
-    from trace_nb.core.policy import load_policy
-    policy, done = load_policy(policy) if isinstance(policy, str) else policy, []
+    from trace_nb.core.policy import load_policy, weights_of
+    policy, done = load_policy(weights_of(policy, environment_class.domain)) if isinstance(policy, str) else policy, []
     if not has_knob(environment_class): return _result(environment_class, done, "there is no knob, the tasks at difficulty 0 and 1 are the same")
     def success(d, times=1):
         first = first_seed + 2 * seeds * len(done)

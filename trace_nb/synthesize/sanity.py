@@ -804,9 +804,9 @@ def checks(environment_class, policy, seeds, tasks, group_size, seed, seconds):
 # %% ../../nbs/synthesize/01_sanity.ipynb #44bd8f46
 def _rollouts(environment_class, policy, seeds, group_size, seed):
     "The policy's trajectories, played when they are first asked for; an unknown name is refused at once."
-    from trace_nb.core.policy import load_policy
+    from trace_nb.core.policy import load_policy, weights_of
     from trace_nb.core.rollout import rollout
-    policy = load_policy(policy) if isinstance(policy, str) else policy
+    policy = load_policy(weights_of(policy, environment_class.domain)) if isinstance(policy, str) else policy
     return functools.cache(lambda: rollout(policy, environment_class, seeds, group_size=group_size, seed=seed))
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #b8e8c26b

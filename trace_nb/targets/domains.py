@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['FIRST', 'LAST', 'PLACES', 'AIRPORTS', 'PRODUCTS', 'ADDRESSES', 'CATALOGUE', 'FLIGHTS', 'NULLS', 'REFUSAL',
-           'RETAIL_POLICY', 'AIRLINE_POLICY', 'OPEN', 'LEFT_OUT', 'variants', 'flights_between', 'make_user',
-           'make_order', 'make_reservation', 'Operation', 'Counter', 'what', 'needed', 'Retail', 'get_user_details',
-           'get_order_details', 'get_product_details', 'cancel_pending_order', 'return_delivered_order_items',
-           'exchange_delivered_order_items', 'modify_pending_order_items', 'Airline', 'cancel_reservation',
-           'update_reservation_baggages', 'search_direct_flight', 'update_reservation_passengers',
+           'RETAIL_POLICY', 'AIRLINE_POLICY', 'OPEN', 'LEFT_OUT', 'variants', 'flights_between', 'seldom_first',
+           'make_user', 'make_order', 'make_reservation', 'Operation', 'Counter', 'what', 'needed', 'Retail',
+           'get_user_details', 'get_order_details', 'get_product_details', 'cancel_pending_order',
+           'return_delivered_order_items', 'exchange_delivered_order_items', 'modify_pending_order_items', 'Airline',
+           'cancel_reservation', 'update_reservation_baggages', 'search_direct_flight', 'update_reservation_passengers',
            'update_reservation_flights', 'may_cancel', 'only_asked']
 
 # %% ../../nbs/targets/00_domains.ipynb #bde3fb2a
@@ -70,6 +70,13 @@ ADDRESSES, CATALOGUE, FLIGHTS = _fixed_world()
 
 def variants(product_id: str) -> list[dict]: return [i for i in CATALOGUE if i["product_id"] == product_id]
 def flights_between(origin: str, destination: str) -> list[dict]: return [f for f in FLIGHTS if (f["origin"], f["destination"]) == (origin, destination)]
+
+# %% ../../nbs/targets/00_domains.ipynb #256ae8d7
+def seldom_first(rng, own: str, options: list, listed: int) -> tuple[list, str]:
+    "`listed` of the options in their order, `own` among them, and the one other that is to be chosen."
+    others = [o for o in options if o != own]; rng.shuffle(others)
+    shown = [o for o in options if o in {own, *others[:listed - 1]}]
+    return shown, others[1] if others[0] == shown[0] and len(shown) > 2 and rng.random() < .6 else others[0]
 
 # %% ../../nbs/targets/00_domains.ipynb #b00491b2
 def make_user(rng, kinds, **extra) -> dict:
@@ -446,9 +453,8 @@ def _return_order(self, order, item=None) -> Operation:
 def _change_item(self, rng, order, listed=4, rivals=False) -> Operation:
     "The change of an order's only item to the one other variant, of `listed`, that is available; `rivals` are available too."
     item, own = order["items"][0], order["items"][0]["item_id"]
-    others = [i["item_id"] for i in variants(item["product_id"]) if i["item_id"] != own]
-    rng.shuffle(others); new = others[0]
-    self._db["stock"][item["product_id"]] = {i["item_id"]: i["item_id"] == new or (rivals and i["item_id"] != own) for i in variants(item["product_id"]) if i["item_id"] in {own, *others[:listed - 1]}}
+    shown, new = seldom_first(rng, own, [i["item_id"] for i in variants(item["product_id"])], listed)
+    self._db["stock"][item["product_id"]] = {id: id == new or (rivals and id != own) for id in shown}
     arguments = {"order_id": order["order_id"], "item_ids": [own], "new_item_ids": [new], "payment_method_id": order["payment_history"][0]["payment_method_id"]}
     tool, done = ("modify_pending_order_items", "now has the new item") if order["status"] == "pending" else ("exchange_delivered_order_items", "will be exchanged")
     return Operation(order["order_id"], tool, arguments, True, f"its status is {order['status']}", done, looks=({"name": "get_product_details", "arguments": {"product_id": item["product_id"]}},))
@@ -640,10 +646,9 @@ def _set_cabin(self, r, cabin) -> Operation:
 def _change_flight(self, rng, r, listed=3, rivals=False) -> Operation:
     "The change to the only other flight of that day, of `listed`, with seats in the cabin; `rivals` have seats in other cabins."
     own, date, cabin = r["flights"][0]["flight_number"], r["flights"][0]["date"], r["cabin"]
-    others = [f["flight_number"] for f in flights_between(r["origin"], r["destination"]) if f["flight_number"] != own]
-    rng.shuffle(others); new = others[0]
-    for f in (own, *others): self._db["seats"][f, date] = {c: rng.randrange(2, 10) if f == new or (rivals and c != cabin) else 0 for c in OPEN}
-    for f in others[listed - 1:]: self._db["seats"][f, date] = None
+    flights = [f["flight_number"] for f in flights_between(r["origin"], r["destination"])]
+    shown, new = seldom_first(rng, own, flights, listed)
+    for f in flights: self._db["seats"][f, date] = {c: rng.randrange(2, 10) if f == new or (rivals and c != cabin) else 0 for c in OPEN} if f in shown else None
     arguments = {"reservation_id": r["reservation_id"], "cabin": cabin, "flights": [{"flight_number": new, "date": date}], "payment_id": r["payment_history"][0]["payment_id"]}
     search = {"name": "search_direct_flight", "arguments": {"origin": r["origin"], "destination": r["destination"], "date": date}}
     return Operation(r["reservation_id"], "update_reservation_flights", arguments, True, "flights may be changed", f"is now on {new}", looks=(search,))

@@ -94,7 +94,7 @@ def demonstrate(cls, seed: int, lacks: set, **row) -> Episode:
     return episode
 
 # %% ../../nbs/train/03_phone_demonstrations.ipynb #bd6ece84
-LACKING = {"permission": .8, "datetime": .8}
+LACKING = {"permission": .72, "datetime": .72}
 
 def draw_lacks(seed: int) -> set:
     "What the demonstrator of one episode lacks: an even spread over consecutive seeds."
@@ -127,7 +127,7 @@ PHONE_WORLDS = (Phone, Phone, PermissionRecovery, DatetimeReasoning)
 PHONE_CORPUS = Corpus(PHONE_WORLDS, demonstrate, draw_lacks, described, PIECES, tuple(copied_values()), (), re.compile(r"\b1[67]\d{8}\b|\+1555\d{4}|\b[PMR]\d{4}\b"), "+1555",
     (("'person_id': 'P{}'", '"person_id": "P{}"', 4), ("'phone_number': '+1555{}'", '"phone_number": "+1555{}"', 4), ("'reminder_id': 'R{}'", '"reminder_id": "R{}"', 4),
      ("'reminder_timestamp': 17{}.0", '"reminder_timestamp": 17{}.0', 8), ("'creation_timestamp': 17{}.0", '"timestamp": 17{}.0', 8)), None)
-PHONE_RECIPE = Recipe(recalls=0, rounds=((1300, 1.), (500, .5)))
+PHONE_RECIPE = Recipe(recalls=0, rounds=((1300, 1.), (500, .5), (250, .5)))
 
 # %% ../../nbs/train/03_phone_demonstrations.ipynb #6931a490
 def held_out(model: str, n: int = 240, trials: int = 2) -> str:
