@@ -202,7 +202,7 @@ class Precision(OneOperation):
 
     def _draw(self, rng):
         user = make_user(rng, self._kinds, **self._profile(rng))
-        d, self._unnamed = self._difficulty(), rng.random() < .33
+        d, self._unnamed = self._difficulty(), rng.random() < .15
         two = ramp(rng, d, .5); self._unnamed = self._unnamed and not two
         asked = [self._exact(rng, user) if ramp(rng, d, 0) else self._simple(rng, user) for _ in range(1 + two)]
         self._operations = [op for op, _ in asked]

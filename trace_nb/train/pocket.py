@@ -22,7 +22,7 @@ from ..targets.desk import DESK, NEEDS
 from ..targets.domains import REFUSAL
 
 # %% ../../nbs/train/00_pocket.ipynb #c16aa2c3
-LACKING = {"multi": .5, "blind": .25, "ignore": .5, "first": .6, "loose": .45}     # blind and ignore exclude each other: 0.75 lack the check
+LACKING = {"multi": .5, "blind": .25, "ignore": .55, "first": .7, "loose": .55}     # blind and ignore exclude each other: 0.8 lack the check
 STRIDES = {2: (.7548776662, .5698402910), 4: (.8566748839, .7338918566, .6287067210, .5385972572)}   # powers of the generalised golden ratio
 
 def spread(seed: int, dimensions: int = 2) -> tuple:
