@@ -814,7 +814,7 @@ def check_environment(environment, # a class, a name, or file.py:Class, whose co
                       policy=None, # a policy or its name, for the last three checks
                       seeds=range(200), # the tasks; costly checks take the first 20 or 50
                       tasks: int = 64, # seeds that the policy plays
-                      group_size: int = 4, # how often it plays each
+                      group_size: int = 8, # how often it plays each, as training does
                       seed: int = 0, # of the policy's sampling
                       seconds: float = 60 # most wall time of a check without a policy
                      ) -> dict: # {"environment", "passed", "checks": [{"name", "value", "threshold", "passed", "detail"}]}
