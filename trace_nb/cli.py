@@ -8,6 +8,7 @@ __all__ = ['COMMANDS', 'run', 'import_', 'label', 'select', 'audit', 'check', 'g
 
 # %% ../nbs/01_cli.ipynb #d6209b0d
 import math, os, sys, threading, warnings
+from .core.ranks import ranks
 from .core.trajectory import InputError, writable
 
 # %% ../nbs/01_cli.ipynb #1a2a7bca
@@ -311,6 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"): return print(usage()) or 0
     if "" in argv: return _fail("an argument is empty; give each a value")
     if argv[0] not in COMMANDS: return _fail(f"unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}")
+    if ranks()[1] > 1 and argv[0] != "train": return _fail(f"{ranks()[1]} processes were started, and only train divides its work among them; run {argv[0]} without the launcher")
     warnings.filterwarnings("ignore", category=FutureWarning)     # libraries announcing renames to each other
     try: return COMMANDS[argv[0]](**parse(argv[0], argv[1:])) or 0
     except InputError as e: return _fail(str(e))

@@ -530,6 +530,7 @@ def routed_agent(folder, tasks):
 def train_alone(capability, model, out, preset: str, changes: dict, log=print):
     "Train one adapter outside a run; a finished one is not written over, a killed one goes on."
     from trace_nb.core.policy import load_model
+    from trace_nb.core.ranks import leads
     from trace_nb.adapt.library import make_card
     from trace_nb.train.grpo import PRESETS, default_settings, train_adapter
     from trace_nb.train.tasks import adapter_name, environments_of
@@ -540,5 +541,6 @@ def train_alone(capability, model, out, preset: str, changes: dict, log=print):
     base, tokenizer = load_model(model)
     settings = default_settings(base, **(PRESETS[preset] | changes))
     train_adapter(base, tokenizer, capability, out, settings, lambda r: log(f"step {r['step']} of {settings.steps}: reward {r['reward']:.3f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}, {r['seconds']:.1f} s"))
+    if not leads(): return
     make_card(out, model, "grpo", environments_of(capability), settings=settings)
     log(f"adapter: {out}; judge it with `trace-nb gate {capability} {out} --model {model}`")

@@ -4,17 +4,20 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'PRESETS', 'GRPOSettings', 'default_settings', 'group_advantages', 'Row', 'distinct_rows', 'row_losses',
-           'loss_divisor', 'token_logps', 'padded', 'step_loss', 'add_hint', 'drop_hint', 'play_groups', 'informative',
-           'draw_groups', 'step_rows', 'broken', 'trainer_class', 'training_rows', 'no_checkpointing', 'grpo_config',
-           'plateau', 'ended', 'look', 'training_facts', 'trainable', 'make_trainer', 'train_adapter']
+           'loss_divisor', 'token_logps', 'padded', 'step_loss', 'add_hint', 'drop_hint', 'play_groups', 'own_streams',
+           'without_environment', 'play_share', 'for_ranks', 'check_launch', 'informative', 'draw_groups', 'step_rows',
+           'broken', 'add_gradients', 'trainer_class', 'training_rows', 'no_checkpointing', 'grpo_config', 'plateau',
+           'ended', 'look', 'training_facts', 'trainable', 'make_trainer', 'train_adapter']
 
 # %% ../../nbs/train/01_grpo.ipynb #2e35e5a3
 import json, time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from ..core.environment import Episode
 from ..core.policy import Conversation, Local
+from ..core.ranks import add_over_ranks, launched, leads, over_ranks, ranks, share
 from ..core.rollout import begin, derived_seed, play, rollout
 from ..core.trajectory import InputError
 from .adapter import check_changes, check_sampler, check_saved, fingerprint, further, read_checkpoint, save_adapter, weights_hash, with_lora, write_checkpoint
@@ -48,11 +51,12 @@ class GRPOSettings:
     evaluate_every: int = 0      # steps between looks at held-out seeds; 0: never
     held_out: int = 32           # held-out seeds of a look
     patience: int = 2            # looks without a new best after which training ends
+    stream: str = "batch"        # of random numbers: one for all that is played together, or one for each "rollout" (several ranks always)
 
     def __post_init__(self): _check(self)
 
 # %% ../../nbs/train/01_grpo.ipynb #3b342946
-CHOICES = {"advantage": ("group", "batch", "none"), "loss_mean": ("sequence", "constant", "tokens"), "truncated": ("keep", "mask", "penalise")}
+CHOICES = {"advantage": ("group", "batch", "none"), "loss_mean": ("sequence", "constant", "tokens"), "truncated": ("keep", "mask", "penalise"), "stream": ("batch", "rollout")}
 
 # %% ../../nbs/train/01_grpo.ipynb #bd2103a4
 def _check(settings):
@@ -178,7 +182,8 @@ def _reward(c) -> float:
 # %% ../../nbs/train/01_grpo.ipynb #9ac13ba3
 def play_groups(policy, tasks, # (class, seed) of each group
                 settings, seed: int, # of the sampling
-                adapter: str | None = "default", hint=None # text, or {class name: text}
+                adapter: str | None = "default", hint=None, # text, or {class name: text}
+                first: int = 0 # number of the first task among those of all ranks
                ):
     "K rollouts of each task; conversations (or what an environment raised) and rewards [groups, K]."
     import torch
@@ -188,11 +193,49 @@ def play_groups(policy, tasks, # (class, seed) of each group
     guided = [(c, h) for i, c in enumerate(conversations) if i % settings.group_size < hinted and isinstance(c, Conversation)
               if (h := hint if isinstance(hint, str) else hint.get(type(c.episode.environment).__name__))]
     for c, h in guided: add_hint(c, h)
+    if settings.stream == "rollout": own_streams(conversations, seed, first * settings.group_size)
     play(policy, playing, seed)
     for c, _ in guided: drop_hint(c, policy.text)
-    rewards = torch.tensor([_reward(c) for c in conversations]).view(-1, settings.group_size)
-    if settings.truncated == "penalise": rewards[torch.tensor([getattr(c, "truncated", False) for c in conversations]).view_as(rewards)] = 0.
+    rewards = torch.tensor([_reward(c) for c in conversations]).view(len(tasks), settings.group_size)
+    if settings.truncated == "penalise" and tasks: rewards[torch.tensor([getattr(c, "truncated", False) for c in conversations]).view_as(rewards)] = 0.
     return conversations, rewards
+
+# %% ../../nbs/train/01_grpo.ipynb #5f2d5751
+def own_streams(conversations, seed: int, first: int = 0) -> None:
+    "Random numbers that belong to a rollout's number, whoever plays it and beside what."
+    import torch
+    for number, c in enumerate(conversations, first):
+        if isinstance(c, Conversation): c.sampler = torch.Generator().manual_seed(derived_seed(seed, number))
+
+# %% ../../nbs/train/01_grpo.ipynb #4e2030d5
+def without_environment(c):
+    "A rollout as other ranks see it: what was said and how it ended."
+    if not isinstance(c, Conversation): return RuntimeError(repr(c))
+    ended = SimpleNamespace(termination=c.episode.termination, fault=getattr(c.episode, "fault", None))
+    return Conversation(ended, ids=c.ids, mask=c.mask, logps=c.logps, prompt=c.prompt, truncated=c.truncated)
+
+# %% ../../nbs/train/01_grpo.ipynb #0c4cbddc
+def play_share(trainer, tasks, seed: int):
+    "`play_groups` over all ranks: this one plays its share of the tasks; conversations and rewards of all, in the order of tasks."
+    import torch
+    mine = share(len(tasks))
+    played, rewards = play_groups(trainer.policy, tasks[mine.start:mine.stop], trainer.settings, seed, hint=trainer.hint, first=mine.start)
+    if ranks()[1] == 1: return played, rewards
+    parts = over_ranks(([without_environment(c) for c in played], rewards))
+    return [c for rank, (part, _) in enumerate(parts) for c in (played if rank == ranks()[0] else part)], torch.cat([r for _, r in parts])
+
+# %% ../../nbs/train/01_grpo.ipynb #68e39bfa
+def for_ranks(settings: GRPOSettings) -> GRPOSettings:
+    "The same settings for a launched training: a stream for each rollout, so that the number of ranks changes nothing but rounding."
+    if settings.groups < ranks()[1]: raise InputError(f"{ranks()[1]} processes for {settings.groups} groups a step, and each plays whole groups; start at most {settings.groups}, or raise groups")
+    return replace(settings, stream="rollout") if launched() else settings
+
+# %% ../../nbs/train/01_grpo.ipynb #47c4c817
+def check_launch(accelerator) -> None:
+    "Whole weights on every rank, and ranks that we know of."
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"): raise InputError(f"{kind} does not leave a whole model on every process, and the rollouts need one; use torchrun, or accelerate launch --multi_gpu")
+    if accelerator.num_processes != ranks()[1]: raise InputError(f"{accelerator.num_processes} processes of which {ranks()[1]} have a LOCAL_RANK; start them with torchrun or accelerate launch")
 
 # %% ../../nbs/train/01_grpo.ipynb #fd528780
 def informative(rewards):
@@ -211,10 +254,10 @@ def draw_groups(trainer, tasks, step: int):
     "Conversations and rewards [groups, K] of a step: its tasks, then those that replace constant groups."
     import torch
     s, round = trainer.settings, 0
-    conversations, rewards = play_groups(trainer.policy, tasks, s, derived_seed("grpo", s.seed, step), hint=trainer.hint)
+    conversations, rewards = play_share(trainer, tasks, derived_seed("grpo", s.seed, step))
     while n := _fresh(trainer, step, round := round + 1, rewards, len(tasks)):
         start = s.steps * s.groups + (step * max(1, s.refill) + round - 1) * s.groups
-        more, earned = play_groups(trainer.policy, [trainer.schedule(start + i) for i in range(n)], s, derived_seed("grpo", s.seed, step, round), hint=trainer.hint)
+        more, earned = play_share(trainer, [trainer.schedule(start + i) for i in range(n)], derived_seed("grpo", s.seed, step, round))
         conversations += more; rewards = torch.cat([rewards, earned])
     return conversations, rewards
 
@@ -258,6 +301,15 @@ def broken(conversations) -> list[str]:
     "What the environments raised."
     return [repr(c) if not isinstance(c, Conversation) else str(c.episode.fault) for c in conversations if not isinstance(c, Conversation) or getattr(c.episode, "fault", None)]
 
+# %% ../../nbs/train/01_grpo.ipynb #5a67b063
+def add_gradients(model, loss) -> None:
+    "Add up what the ranks found; a weight that one of them did not use counts as 0 there."
+    import torch
+    if ranks()[1] == 1: return
+    learning = [p for p in model.parameters() if p.requires_grad]
+    for p in learning: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    add_over_ranks([loss, *(p.grad for p in learning)])
+
 # %% ../../nbs/train/01_grpo.ipynb #45891774
 @cache
 def trainer_class():
@@ -270,14 +322,14 @@ def trainer_class():
         first_step, spent, hint, check = 0, 0, None, None       # steps and rollouts before this call; what to show; what must hold
         def _generate_and_score_completions(self, inputs):
             rows, self.record = step_rows(self, inputs)
-            n = torch.arange(max(1, len(rows)))          # TRL shuffles and slices tensors; the rows stay beside it
-            self.rows = rows
-            return {"row": n}
+            self.rows = rows[ranks()[0]::ranks()[1]]
+            return {"row": torch.arange(max(1, len(self.rows)))}         # TRL shuffles and slices tensors; the rows stay beside it
 
         def _compute_loss(self, model, inputs): return step_loss(self, model)
 
-        def training_step(self, *args, **kwargs):
-            start = time.perf_counter(); loss = super().training_step(*args, **kwargs)
+        def training_step(self, model, *args, **kwargs):
+            start = time.perf_counter(); loss = super().training_step(model, *args, **kwargs)
+            add_gradients(model, loss)
             self.on_record({"step": self.first_step + self.state.global_step + 1, **self.record, "loss": float(loss), "seconds": time.perf_counter() - start})
             return loss
 
@@ -285,8 +337,9 @@ def trainer_class():
 
 # %% ../../nbs/train/01_grpo.ipynb #581f7413
 def training_rows(settings: GRPOSettings, first_step: int = 0) -> list[dict]:
-    "Dataset rows from a step on: the constant prompt column that TRL wants, and the number of a task."
-    return [{"prompt": [{"role": "user", "content": ""}], "task": i} for i in range(first_step * settings.groups, settings.steps * settings.groups)]
+    "Dataset rows from a step on: the constant prompt column that TRL wants, and the number of a task. Each rank is dealt a batch of its own; all of a step's are the same."
+    n = settings.groups
+    return [{"prompt": [{"role": "user", "content": ""}], "task": step * n + i} for step in range(first_step, settings.steps) for _ in range(ranks()[1]) for i in range(n)]
 
 # %% ../../nbs/train/01_grpo.ipynb #2acf90e8
 def no_checkpointing() -> dict:
@@ -351,11 +404,11 @@ def _after_step(trainer, log, saved, keep, looks, progress):
         def on_step_end(self, args, state, control, **_):
             record, s = trainer.pending, trainer.settings
             if s.evaluate_every and record["step"] % s.evaluate_every == 0:
-                found = look(trainer.policy, looks, s)
+                found = over_ranks(look(trainer.policy, looks, s) if leads() else None)[0]
                 record |= {**found, **{k: record[k] + found[k] for k in ("rollouts", "tokens")}}
             log.append(record); trainer.spent += record["rollouts"]
             control.should_training_stop = ended(log, s)
-            keep(log)
+            if leads(): keep(log)
             if progress: progress(record)
     return AfterStep()
 
@@ -366,6 +419,7 @@ def make_trainer(tuned, tokenizer, settings: GRPOSettings, schedule, scratch, fi
     from transformers import PrinterCallback
     trainer = trainer_class()(model=tuned, args=grpo_config(settings, scratch, first_step), train_dataset=Dataset.from_list(training_rows(settings, first_step)),
                               processing_class=tokenizer, reward_funcs=_unused_reward)
+    check_launch(trainer.accelerator)
     trainer.settings, trainer.schedule, trainer.first_step = settings, schedule, first_step
     trainer.policy = Local(tuned, tokenizer, temperature=settings.temperature, max_new_tokens=settings.max_new_tokens, max_length=settings.max_length)
     trainer.on_record = lambda record: setattr(trainer, "pending", record)
@@ -380,7 +434,10 @@ def _checks(trainer, tokenizer, settings):
     "The pre-flight of the first tasks; what is to hold for the first step's rollouts."
     from trace_nb.train.preflight import refuse, rollout_faults, tool_faults
     refuse(tool_faults(trainer.schedule(i)[0] for i in range(settings.groups)))
-    return lambda conversations, rewards: refuse(rollout_faults(trainer.policy, conversations, rewards, settings))
+    def check(conversations, rewards):
+        own = [c for c in conversations if not isinstance(c, Conversation) or isinstance(c.episode, Episode)]
+        refuse(dict.fromkeys(f for faults in over_ranks(rollout_faults(trainer.policy, own, rewards, settings)) for f in faults))
+    return check
 
 # %% ../../nbs/train/01_grpo.ipynb #7fa3eaff
 def _keeper(trainer, path, facts, every, tuned):
@@ -392,15 +449,17 @@ def _keeper(trainer, path, facts, every, tuned):
 
 # %% ../../nbs/train/01_grpo.ipynb #f3fec48e
 def _canaries(trainer, tuned, folder, log, name, probe):
-    "Save the adapter between the checks that it does something and that the saved one is this one."
+    "Save the adapter between the checks that it does something and that the saved one is this one; no rank goes on before."
     check_changes(tuned, probe, name)
     if trainer.policy.decoder: check_sampler(trainer.policy.decoder, probe, name)
-    save_adapter(tuned, folder, log)
-    check_saved(tuned, folder, probe, name)
+    if leads():
+        save_adapter(tuned, folder, log)
+        check_saved(tuned, folder, probe, name)
+    over_ranks(None)
 
 # %% ../../nbs/train/01_grpo.ipynb #76f63b22
 def train_adapter(model, tokenizer, capability: str, # name, class name or file.py:Class; with `tasks`, any name
-                  folder, settings: GRPOSettings = GRPOSettings(), progress=None, # called with each step's record
+                  folder, settings: GRPOSettings = GRPOSettings(), progress=None, # called with each step's record, on rank 0
                   tasks=None, # (environment class, seed) pairs instead of the capability's own environments
                   held_out=None, # such pairs for the looks at a plateau; default: fresh seeds of the trained classes
                   hint=None, # text, or {class name: text}, for `hint_share` of each group
@@ -409,6 +468,7 @@ def train_adapter(model, tokenizer, capability: str, # name, class name or file.
                   checkpoint_every: int = 5 # steps; 0: never
                  ) -> list[dict]:
     "Train one adapter and save it under `folder` (PEFT files and training_log.jsonl); returns the log. A checkpoint found there is gone on from. The model is left as it was."
+    settings, progress = for_ranks(settings), progress if leads() else None
     name, path, schedule = adapter_name(capability), Path(folder)/"checkpoint.pt", task_schedule(capability, settings.seed, tasks)
     facts = training_facts(model, name, settings, tasks, hint, start)
     saved = read_checkpoint(path, facts)
@@ -433,7 +493,7 @@ def _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_ou
         trainer.add_callback(_after_step(trainer, log, saved, _keeper(trainer, path, facts, every, tuned), looks, progress))
         if not ended(log, settings): trainer.train()
     _canaries(trainer, tuned, folder, log, name, trainer.policy.text.first(*_prompt(trainer.policy, schedule(0)))[:512])
-    path.unlink(missing_ok=True)
+    if leads(): path.unlink(missing_ok=True)
     return log
 
 # %% ../../nbs/train/01_grpo.ipynb #4137f80e
