@@ -155,11 +155,14 @@ def train(capability: str, # a capability with environments, the name of one, or
           learning_rate: float = 0., # default: by the model's size
           preset: str = "grpo", # of the loss: grpo (the paper's), dr_grpo or dapo
           refill: int = 0, # rounds of fresh tasks in place of groups without signal
+          sampler: str = "", # address of a vLLM server with --enable-lora that plays the rollouts; default: this process
+          shared: str = "", # folder through which it gets the adapter; default: beside --out
           seed: int = 0):
     "Train one adapter with GRPO."
     from trace_nb.pipeline import train_alone
     sizes = {k: v for k, v in {"groups": groups, "group_size": group_size, "learning_rate": learning_rate, "refill": refill}.items() if v}
-    train_alone(capability, model, out, preset, {"steps": steps, "seed": seed, **sizes}, log=lambda line: print(line, flush=True))
+    if sampler and not sampler.startswith(("http://", "https://")): raise InputError(f"--sampler is {sampler!r}; give the address of a vLLM server, as in http://127.0.0.1:8000/v1")
+    train_alone(capability, model, out, preset, {"steps": steps, "seed": seed, **sizes}, lambda line: print(line, flush=True), sampler=sampler, shared=shared or None)
 
 # %% ../nbs/01_cli.ipynb #3df7990a
 def route(folder: str, # a finished run

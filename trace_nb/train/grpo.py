@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'PRESETS', 'GRPOSettings', 'default_settings', 'group_advantages', 'Row', 'distinct_rows', 'row_losses',
-           'loss_divisor', 'token_logps', 'padded', 'step_loss', 'add_hint', 'drop_hint', 'play_groups', 'own_streams',
-           'without_environment', 'play_share', 'for_ranks', 'check_launch', 'informative', 'draw_groups', 'step_rows',
-           'broken', 'add_gradients', 'trainer_class', 'training_rows', 'no_checkpointing', 'grpo_config', 'plateau',
-           'ended', 'look', 'training_facts', 'trainable', 'make_trainer', 'train_adapter']
+           'loss_divisor', 'token_logps', 'padded', 'served_weights', 'mismatch', 'step_loss', 'add_hint', 'drop_hint',
+           'play_groups', 'own_streams', 'without_environment', 'play_share', 'for_ranks', 'check_launch',
+           'informative', 'draw_groups', 'step_rows', 'broken', 'add_gradients', 'trainer_class', 'training_rows',
+           'no_checkpointing', 'grpo_config', 'plateau', 'ended', 'look', 'training_facts', 'trainable',
+           'sampling_policy', 'check_served', 'make_trainer', 'train_adapter']
 
 # %% ../../nbs/train/01_grpo.ipynb #2e35e5a3
 import json, time
@@ -52,6 +53,7 @@ class GRPOSettings:
     held_out: int = 32           # held-out seeds of a look
     patience: int = 2            # looks without a new best after which training ends
     stream: str = "batch"        # of random numbers: one for all that is played together, or one for each "rollout" (several ranks always)
+    cap: float = 2.              # on the weight of a token that a server sampled, see `core.vllm`
 
     def __post_init__(self): _check(self)
 
@@ -96,23 +98,26 @@ class Row:
     ids: list
     mask: list
     advantage: float
+    logps: list | None = None # as the server that sampled it says; None where this process did
 
 # %% ../../nbs/train/01_grpo.ipynb #7dd94177
-def distinct_rows(conversations, advantages) -> list[Row]:
-    "Rows with a non-zero advantage; identical ones merged, shortest first."
+def distinct_rows(conversations, advantages, served: bool = False) -> list[Row]:
+    "Rows with a non-zero advantage; identical ones merged, shortest first. `served`: with the sampler's log-probabilities."
     rows = {}
     for c, a in zip(conversations, advantages):
-        if a: rows.setdefault((*c.ids, *c.mask), Row(c.prompt, c.ids, c.mask, 0.)).advantage += a
+        if a: rows.setdefault((*c.ids, *c.mask), Row(c.prompt, c.ids, c.mask, 0., c.logps if served else None)).advantage += a
     return sorted((r for r in rows.values() if abs(r.advantage) > 1e-9), key=lambda r: len(r.ids))
 
 # %% ../../nbs/train/01_grpo.ipynb #db44431a
-def row_losses(logps, mask, advantages, clip: float = .2, clip_high: float | None = None, mean: str = "sequence", old=None):
+def row_losses(logps, mask, advantages, clip: float = .2, clip_high: float | None = None, mean: str = "sequence", old=None,
+               weights=1. # of tokens [rows, tokens]
+              ):
     "GRPO's loss of each row (TRACE, section 3.4): logps, mask [rows, tokens], advantages [rows] -> [rows], to be divided by `loss_divisor`."
     import torch
     ratio = (logps - (logps.detach() if old is None else old)).exp()
     clipped = ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     gain = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
-    total = -(gain * mask).sum(1)
+    total = -(gain * weights * mask).sum(1)
     return total / mask.sum(1).clamp(min=1) if mean == "sequence" else total
 
 # %% ../../nbs/train/01_grpo.ipynb #8cdd504a
@@ -140,6 +145,25 @@ def padded(rows, device="cpu"):
     pad = lambda lists: torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in lists], batch_first=True).to(device)
     return pad([r.ids for r in rows]), pad([r.mask for r in rows]), torch.tensor([r.advantage for r in rows], device=device)
 
+# %% ../../nbs/train/01_grpo.ipynb #cc0d955a
+def served_weights(trainer, batch, logps, mask):
+    "Importance weights [rows, tokens - 1] of a server's tokens, noted for the step's record; 1 where this process sampled."
+    import torch
+    if batch[0].logps is None: return 1.
+    from trace_nb.core.vllm import importance_weights
+    sampled = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.logps) for r in batch], batch_first=True)[:, 1:].to(logps)
+    trainer.apart.append((logps.detach()[mask[:, 1:] > 0], sampled[mask[:, 1:] > 0]))
+    return importance_weights(logps, sampled, mask[:, 1:], trainer.settings.cap)[0]
+
+# %% ../../nbs/train/01_grpo.ipynb #c113268e
+def mismatch(apart, cap: float) -> dict:
+    "What a step's record says of the two programs; nothing where there was one, or nothing to learn."
+    import torch
+    if not apart: return {}
+    from trace_nb.core.vllm import importance_weights
+    trainer, sampler = (torch.cat(logps)[None] for logps in zip(*apart))
+    return importance_weights(trainer, sampler, torch.ones_like(trainer), cap)[1]
+
 # %% ../../nbs/train/01_grpo.ipynb #562d2298
 def step_loss(trainer, model):
     "Loss of the step's rows; gradients of all micro-batches but the last are added on the way."
@@ -152,7 +176,7 @@ def step_loss(trainer, model):
     for i, batch in enumerate(batches):
         ids, mask, advantages = padded(batch, model.device)
         logps = token_logps(trainer.accelerator.unwrap_model(model), ids, mask, s.temperature)
-        loss = row_losses(logps, mask[:, 1:], advantages, s.clip, s.clip_high, s.loss_mean).sum() / trainer.total
+        loss = row_losses(logps, mask[:, 1:], advantages, s.clip, s.clip_high, s.loss_mean, weights=served_weights(trainer, batch, logps, mask)).sum() / trainer.total
         if i < len(batches) - 1: trainer.accelerator.backward(loss)
     return loss
 
@@ -275,7 +299,7 @@ def step_rows(trainer, inputs) -> tuple[list[Row], dict]:
     kept = (advantages.abs().sum(1) > 0).repeat_interleave(s.group_size).tolist()
     trainer.total = loss_divisor([c for c, k in zip(conversations, kept) if k], s)
     counted = [a * (not c.truncated or s.truncated != "mask") for c, a in zip(conversations, advantages.flatten().tolist())]
-    rows = distinct_rows(conversations, counted)
+    rows = distinct_rows(conversations, counted, hasattr(trainer.policy, "server"))
     return rows, {**record, "distinct_rows": len(rows)}
 
 # %% ../../nbs/train/01_grpo.ipynb #dfcb7575
@@ -322,7 +346,7 @@ def trainer_class():
         first_step, spent, hint, check = 0, 0, None, None       # steps and rollouts before this call; what to show; what must hold
         def _generate_and_score_completions(self, inputs):
             rows, self.record = step_rows(self, inputs)
-            self.rows = rows[ranks()[0]::ranks()[1]]
+            self.rows, self.apart = rows[ranks()[0]::ranks()[1]], []
             return {"row": torch.arange(max(1, len(self.rows)))}         # TRL shuffles and slices tensors; the rows stay beside it
 
         def _compute_loss(self, model, inputs): return step_loss(self, model)
@@ -330,7 +354,7 @@ def trainer_class():
         def training_step(self, model, *args, **kwargs):
             start = time.perf_counter(); loss = super().training_step(model, *args, **kwargs)
             add_gradients(model, loss)
-            self.on_record({"step": self.first_step + self.state.global_step + 1, **self.record, "loss": float(loss), "seconds": time.perf_counter() - start})
+            self.on_record({"step": self.first_step + self.state.global_step + 1, **self.record, **mismatch(self.apart, self.settings.cap), "loss": float(loss), "seconds": time.perf_counter() - start})
             return loss
 
     return EngineGRPOTrainer
@@ -378,10 +402,10 @@ def look(policy, tasks, settings) -> dict:
     return {"held_out_success": sum(t.success for t in played) / len(played), "rollouts": len(played), "tokens": sum(t.metadata.get("tokens", 0) for t in played)}
 
 # %% ../../nbs/train/01_grpo.ipynb #5145c488
-def training_facts(model, name, settings, tasks, hint, start=None) -> dict:
+def training_facts(model, name, settings, tasks, hint, start=None, served: bool = False) -> dict:
     "What a checkpoint must agree with to be gone on from."
     listed = None if tasks is None else derived_seed(*((c.__name__, s) for c, s in tasks))
-    return {"start": start and weights_hash(start), "name": name, "base": fingerprint(model), "tasks": listed, "hint": hint and derived_seed(json.dumps(hint, sort_keys=True)), **asdict(settings)}
+    return {"start": start and weights_hash(start), "served": served, "name": name, "base": fingerprint(model), "tasks": listed, "hint": hint and derived_seed(json.dumps(hint, sort_keys=True)), **asdict(settings)}
 
 # %% ../../nbs/train/01_grpo.ipynb #c2a37fc3
 def trainable(tuned) -> dict: return {n: p for n, p in tuned.named_parameters() if p.requires_grad}
@@ -412,16 +436,31 @@ def _after_step(trainer, log, saved, keep, looks, progress):
             if progress: progress(record)
     return AfterStep()
 
+# %% ../../nbs/train/01_grpo.ipynb #61749120
+def sampling_policy(tuned, tokenizer, settings: GRPOSettings, sampler: str = "", # address of a vLLM server; empty: this process
+                    shared=None): # folder through which the server gets the adapter
+    "The policy whose rollouts the adapter learns from."
+    limits = dict(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens, max_length=settings.max_length)
+    if not sampler: return Local(tuned, tokenizer, **limits)
+    from trace_nb.core.vllm import VLLM
+    return VLLM(sampler, tokenizer, model=tuned, folder=shared, **limits)
+
+# %% ../../nbs/train/01_grpo.ipynb #230cf7f6
+def check_served(settings, hint) -> None:
+    "What a server's rollouts cannot be used for."
+    if hint and settings.hint_share: raise InputError("a server samples without hints; leave hint_share at 0, or train without sampler")
+    if ranks()[1] > 1: raise InputError(f"a server samples for one process, and {ranks()[1]} were started; run train without the launcher, or without sampler")
+
 # %% ../../nbs/train/01_grpo.ipynb #55fb13de
-def make_trainer(tuned, tokenizer, settings: GRPOSettings, schedule, scratch, first_step: int = 0):
-    "Our trainer over a wrapped model; `schedule` gives task number i."
+def make_trainer(tuned, tokenizer, settings: GRPOSettings, schedule, scratch, first_step: int = 0, sampler: str = "", shared=None):
+    "Our trainer over a wrapped model; `schedule` gives task number i; see `sampling_policy` for the last two."
     from datasets import Dataset
     from transformers import PrinterCallback
     trainer = trainer_class()(model=tuned, args=grpo_config(settings, scratch, first_step), train_dataset=Dataset.from_list(training_rows(settings, first_step)),
                               processing_class=tokenizer, reward_funcs=_unused_reward)
     check_launch(trainer.accelerator)
     trainer.settings, trainer.schedule, trainer.first_step = settings, schedule, first_step
-    trainer.policy = Local(tuned, tokenizer, temperature=settings.temperature, max_new_tokens=settings.max_new_tokens, max_length=settings.max_length)
+    trainer.policy = sampling_policy(tuned, tokenizer, settings, sampler, shared)
     trainer.on_record = lambda record: setattr(trainer, "pending", record)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -465,35 +504,39 @@ def train_adapter(model, tokenizer, capability: str, # name, class name or file.
                   hint=None, # text, or {class name: text}, for `hint_share` of each group
                   start=None, # adapter folder to go on from, instead of a fresh LoRA
                   check: bool = True, # refuse what the pre-flight finds
-                  checkpoint_every: int = 5 # steps; 0: never
+                  checkpoint_every: int = 5, # steps; 0: never
+                  sampler: str = "", # address of a vLLM server that plays the rollouts; default: this process
+                  shared=None # folder through which it gets the adapter; default: beside `folder`
                  ) -> list[dict]:
     "Train one adapter and save it under `folder` (PEFT files and training_log.jsonl); returns the log. A checkpoint found there is gone on from. The model is left as it was."
     settings, progress = for_ranks(settings), progress if leads() else None
     name, path, schedule = adapter_name(capability), Path(folder)/"checkpoint.pt", task_schedule(capability, settings.seed, tasks)
-    facts = training_facts(model, name, settings, tasks, hint, start)
+    if sampler: check_served(settings, hint)
+    facts = training_facts(model, name, settings, tasks, hint, start, bool(sampler))
     saved = read_checkpoint(path, facts)
     learning = [p for p in model.parameters() if p.requires_grad]
     tuned = with_lora(model, name, settings) if start is None else further(model, start)
-    try: return _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_out, hint, check, path, facts, saved, checkpoint_every)
+    try: return _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_out, hint, check, path, facts, saved, checkpoint_every, sampler, shared or f"{folder}.sampler")
     finally:
         tuned.unload().eval()
         for p in learning: p.requires_grad_(True)
 
 # %% ../../nbs/train/01_grpo.ipynb #d56e5a7a
-def _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_out, hint, check, path, facts, saved, every):
+def _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_out, hint, check, path, facts, saved, every, sampler, shared):
     "The training itself, from the start or from a checkpoint."
     from tempfile import TemporaryDirectory
     log = _restore(tuned, saved) if saved else []
     looks = held_out or plateau_tasks(list(dict.fromkeys(schedule(i)[0] for i in range(settings.steps * settings.groups))), settings.held_out)
     for record in log if progress else (): progress(record)
     with TemporaryDirectory() as scratch:
-        trainer = make_trainer(tuned, tokenizer, settings, schedule, scratch, min(len(log), settings.steps - 1))
+        trainer = make_trainer(tuned, tokenizer, settings, schedule, scratch, min(len(log), settings.steps - 1), sampler, shared)
         trainer.hint, trainer.spent = hint, sum(r["rollouts"] for r in log)
         if check and not log: trainer.check = _checks(trainer, tokenizer, settings)
         trainer.add_callback(_after_step(trainer, log, saved, _keeper(trainer, path, facts, every, tuned), looks, progress))
         if not ended(log, settings): trainer.train()
     _canaries(trainer, tuned, folder, log, name, trainer.policy.text.first(*_prompt(trainer.policy, schedule(0)))[:512])
     if leads(): path.unlink(missing_ok=True)
+    if sampler: trainer.policy.leave()
     return log
 
 # %% ../../nbs/train/01_grpo.ipynb #4137f80e
