@@ -1,10 +1,13 @@
-"Sampling through a server with vLLM's requests: adapters by name, the canary, a restart, token ids, the log-probability mismatch, one GRPO step."
+"Sampling through a server with vLLM's requests: adapters by name, the canary, a restart, token ids, the log-probability mismatch, GRPO runs."
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fake_vllm import FakeVLLM
+from trace_nb.cli import main
 from trace_nb.core.policy import Local, load_model, with_adapters
 from trace_nb.core.rollout import play, rollout
 from trace_nb.core.trajectory import InputError
@@ -125,13 +128,56 @@ def test_the_mismatch_is_measured(tokenizer):
     assert record["mismatch_mean"] > .01 and record["mismatch_kl"] > 1e-3 and weights.max() <= 2.
 
 
-def test_a_grpo_run_sampled_by_the_server(tokenizer, tmp_path, monkeypatch):
-    "Two steps: the adapter travels when it changed, old ones leave the server and the disk, the trained one is saved."
-    said, shared = [], tmp_path/"shared"
+SETTINGS = grpo.GRPOSettings(steps=2, groups=2, group_size=4, max_new_tokens=60)
+
+
+def trained(server, tokenizer, folder, settings=SETTINGS, **options):
+    "Log and weights of a training whose rollouts `server` plays."
+    log = grpo.train_adapter(load_model("pocket")[0], tokenizer, "multi_step_task_completion", folder, settings, sampler=server.url, **({"checkpoint_every": 0} | options))
+    return log, load_file(folder/"adapter_model.safetensors")
+
+
+def test_a_grpo_run_sampled_by_the_server(tokenizer, tmp_path, capfd):
+    "The adapter travels when it changed and each load is checked; at the end the server, the disk and nothing but the trained adapter are as before. Two programs that agree: weights of 1."
     with FakeVLLM() as server:
-        monkeypatch.setattr(grpo, "Local", lambda model, tokenizer, **o: sampler(server, tokenizer, model=model, folder=shared, say=said.append, **o))
-        settings = grpo.GRPOSettings(steps=2, groups=2, group_size=4, max_new_tokens=30, max_length=512)
-        log = grpo.train_adapter(load_model("pocket")[0], tokenizer, "multi_step_task_completion", tmp_path/"adapter", settings, check=False, checkpoint_every=0)
-        assert len(log) == 2 and (tmp_path/"adapter"/"adapter_model.safetensors").exists()
-        assert len(server.adapters) == 1 and [p.name for p in shared.iterdir()] == list(server.adapters)
+        log, _ = trained(server, tokenizer, tmp_path/"adapter")
+        assert not server.adapters and [p.name for p in tmp_path.iterdir()] == ["adapter"]
         assert len(server.loads) == 1 + (log[0]["informative_groups"] > 0)
+    lines = capfd.readouterr().err.count("a token from the one here")
+    assert lines == len(server.loads) == 2                             # one canary a load
+    assert all(r["mismatch_max"] < 1e-3 and r["mismatch_ratio"] == pytest.approx(1, abs=1e-3) and not r["mismatch_truncated"] for r in log)
+    spoken = [b for b in server.bodies if "prompt_logprobs" not in b]
+    assert {b["model"] for b in spoken} == set(server.loads)              # never the base
+
+
+def test_weights_repair_what_another_kernel_samples(tokenizer, tmp_path):
+    "Perturbed log-probabilities: the weights differ from 1 and reach the loss, since a cap of 1, above which none may grow, gives another adapter."
+    one = replace(SETTINGS, steps=1)
+    with FakeVLLM(bias=.9) as server:
+        (log, weighed), (_, held) = (trained(server, tokenizer, tmp_path/str(cap), replace(one, cap=cap)) for cap in (2., 1.))
+    assert log[0]["mismatch_mean"] > 1e-3 and log[0]["mismatch_ratio"] != 1.
+    assert any(not weighed[k].equal(held[k]) for k in weighed)
+
+
+def test_a_server_restarted_between_and_within_steps(tokenizer, tmp_path):
+    "It forgets its adapters in the middle of the first step: the run is that of a server that stayed."
+    with FakeVLLM() as server: calm, weights = trained(server, tokenizer, tmp_path/"calm")
+    with FakeVLLM(stop_after=12) as server: log, again = trained(server, tokenizer, tmp_path/"restarted")
+    assert len(server.loads) == 3 and server.loads[0] == server.loads[1]
+    assert all(weights[k].equal(again[k]) for k in weights) and [r["reward"] for r in log] == [r["reward"] for r in calm]
+
+
+def test_a_server_that_goes_away_leaves_a_checkpoint(tokenizer, tmp_path):
+    "Training ends in one line, and goes on with another server from the last step; with rollouts of another kind it is refused."
+    with FakeVLLM() as server:
+        def close(record): server.gone = True
+        with pytest.raises(InputError, match="see to the server") as e: trained(server, tokenizer, tmp_path/"a", progress=close, checkpoint_every=1)
+    assert "\n" not in str(e.value) and [p.name for p in (tmp_path/"a").iterdir()] == ["checkpoint.pt"]
+    with pytest.raises(InputError, match="served True instead of False"): grpo.train_adapter(load_model("pocket")[0], tokenizer, "multi_step_task_completion", tmp_path/"a", SETTINGS)
+    with FakeVLLM() as server: assert len(trained(server, tokenizer, tmp_path/"a")[0]) == 2
+
+
+def test_the_command_takes_a_server(tokenizer, tmp_path, capsys):
+    with FakeVLLM() as server: assert main(["train", "MultiStepRetail", "--steps", "1", "--groups", "2", "--group-size", "4", "--sampler", server.url, "--shared", str(tmp_path/"shared"), "--out", str(tmp_path/"adapter")]) == 0
+    assert "mismatch 0.0000 nats" in capsys.readouterr().out and server.loads and [p.name for p in tmp_path.iterdir()] == ["adapter"]
+    assert main(["train", "MultiStepRetail", "--sampler", "localhost", "--out", str(tmp_path/"other")]) == 2 and "--sampler is 'localhost'" in capsys.readouterr().err

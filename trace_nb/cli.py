@@ -8,6 +8,7 @@ __all__ = ['COMMANDS', 'run', 'import_', 'label', 'select', 'audit', 'check', 'g
 
 # %% ../nbs/01_cli.ipynb #d6209b0d
 import math, os, sys, threading, warnings
+from .core.ranks import ranks
 from .core.trajectory import InputError, writable
 
 # %% ../nbs/01_cli.ipynb #1a2a7bca
@@ -154,11 +155,14 @@ def train(capability: str, # a capability with environments, the name of one, or
           learning_rate: float = 0., # default: by the model's size
           preset: str = "grpo", # of the loss: grpo (the paper's), dr_grpo or dapo
           refill: int = 0, # rounds of fresh tasks in place of groups without signal
+          sampler: str = "", # address of a vLLM server with --enable-lora that plays the rollouts; default: this process
+          shared: str = "", # folder through which it gets the adapter; default: beside --out
           seed: int = 0):
     "Train one adapter with GRPO."
     from trace_nb.pipeline import train_alone
     sizes = {k: v for k, v in {"groups": groups, "group_size": group_size, "learning_rate": learning_rate, "refill": refill}.items() if v}
-    train_alone(capability, model, out, preset, {"steps": steps, "seed": seed, **sizes}, log=lambda line: print(line, flush=True))
+    if sampler and not sampler.startswith(("http://", "https://")): raise InputError(f"--sampler is {sampler!r}; give the address of a vLLM server, as in http://127.0.0.1:8000/v1")
+    train_alone(capability, model, out, preset, {"steps": steps, "seed": seed, **sizes}, lambda line: print(line, flush=True), sampler=sampler, shared=shared or None)
 
 # %% ../nbs/01_cli.ipynb #3df7990a
 def route(folder: str, # a finished run
@@ -311,6 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"): return print(usage()) or 0
     if "" in argv: return _fail("an argument is empty; give each a value")
     if argv[0] not in COMMANDS: return _fail(f"unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}")
+    if ranks()[1] > 1 and argv[0] != "train": return _fail(f"{ranks()[1]} processes were started, and only train divides its work among them; run {argv[0]} without the launcher")
     warnings.filterwarnings("ignore", category=FutureWarning)     # libraries announcing renames to each other
     try: return COMMANDS[argv[0]](**parse(argv[0], argv[1:])) or 0
     except InputError as e: return _fail(str(e))

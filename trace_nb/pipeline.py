@@ -523,9 +523,10 @@ def routed_agent(folder, tasks):
     return load_policy(run_model(folder), folders), adapters_of(tasks, chosen, folders), "routed"
 
 # %% ../nbs/00_pipeline.ipynb #0015ffcb
-def train_alone(capability, model, out, preset: str, changes: dict, log=print):
-    "Train one adapter outside a run; a finished one is not written over, a killed one goes on."
+def train_alone(capability, model, out, preset: str, changes: dict, log=print, **options):
+    "Train one adapter outside a run; a finished one is not written over, a killed one goes on. `options` are `train_adapter`'s."
     from trace_nb.core.policy import load_model
+    from trace_nb.core.ranks import leads
     from trace_nb.adapt.library import make_card
     from trace_nb.train.grpo import PRESETS, default_settings, train_adapter
     from trace_nb.train.tasks import adapter_name, environments_of
@@ -535,6 +536,7 @@ def train_alone(capability, model, out, preset: str, changes: dict, log=print):
     if out.exists() and not (out/"checkpoint.pt").exists(): raise InputError(f"{out} exists already; nothing was changed. Choose another --out")
     base, tokenizer = load_model(model)
     settings = default_settings(base, **(PRESETS[preset] | changes))
-    train_adapter(base, tokenizer, capability, out, settings, lambda r: log(f"step {r['step']} of {settings.steps}: reward {r['reward']:.3f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}, {r['seconds']:.1f} s"))
+    train_adapter(base, tokenizer, capability, out, settings, lambda r: log(f"step {r['step']} of {settings.steps}: reward {r['reward']:.3f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}, {r['seconds']:.1f} s" + (f", mismatch {r['mismatch_mean']:.4f} nats" if "mismatch_mean" in r else "")), **options)
+    if not leads(): return
     make_card(out, model, "grpo", environments_of(capability), settings=settings)
     log(f"adapter: {out}; judge it with `trace-nb gate {capability} {out} --model {model}`")

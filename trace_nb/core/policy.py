@@ -9,12 +9,13 @@ __all__ = ['SCRIPTED', 'CALL', 'FIXED', 'TOOLS_TEXT', 'LARGEST_COPY', 'Conversat
            'load_policy']
 
 # %% ../../nbs/core/03_policy.ipynb #a03fd48f
-import json, re, struct
+import json, os, re, struct
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from .environment import Episode, as_message, tool_names
+from .ranks import launched
 from .trajectory import InputError, data_folder
 
 # %% ../../nbs/core/03_policy.ipynb #04b9083b
@@ -446,6 +447,7 @@ def load_model(name: str = "pocket"):
         tokenizer = AutoTokenizer.from_pretrained(path) if name.startswith("pocket") else chat_tokenizer(path, **options)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16 if cuda else torch.float32, **options)
     except (OSError, ValueError, ImportError, struct.error) as e: raise InputError(f"cannot load the model {name!r} ({str(e).strip().splitlines()[0][:160]}); give `pocket`, a folder with config.json, a .gguf file (pip install gguf), or a Hugging Face id") from None
+    if cuda and launched(): torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not cuda and model.num_parameters() < 2e7: torch.set_num_threads(1)    # faster for a tiny model when cores are shared, and the same bytes on any number of cores
     return model.to("cuda" if cuda else "cpu").eval(), tokenizer
 

@@ -4,17 +4,21 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'PRESETS', 'GRPOSettings', 'default_settings', 'group_advantages', 'Row', 'distinct_rows', 'row_losses',
-           'loss_divisor', 'token_logps', 'padded', 'step_loss', 'add_hint', 'drop_hint', 'play_groups', 'informative',
-           'draw_groups', 'step_rows', 'broken', 'trainer_class', 'training_rows', 'no_checkpointing', 'grpo_config',
-           'plateau', 'ended', 'look', 'training_facts', 'trainable', 'make_trainer', 'train_adapter']
+           'loss_divisor', 'token_logps', 'padded', 'served_weights', 'mismatch', 'step_loss', 'add_hint', 'drop_hint',
+           'play_groups', 'own_streams', 'without_environment', 'play_share', 'for_ranks', 'check_launch',
+           'informative', 'draw_groups', 'step_rows', 'broken', 'add_gradients', 'trainer_class', 'training_rows',
+           'no_checkpointing', 'grpo_config', 'plateau', 'ended', 'look', 'training_facts', 'trainable',
+           'sampling_policy', 'check_served', 'make_trainer', 'train_adapter']
 
 # %% ../../nbs/train/01_grpo.ipynb #2e35e5a3
 import json, time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from ..core.environment import Episode
 from ..core.policy import Conversation, Local
+from ..core.ranks import add_over_ranks, launched, leads, over_ranks, ranks, share
 from ..core.rollout import begin, derived_seed, play, rollout
 from ..core.trajectory import InputError
 from .adapter import check_changes, check_sampler, check_saved, fingerprint, further, read_checkpoint, save_adapter, weights_hash, with_lora, write_checkpoint
@@ -48,11 +52,13 @@ class GRPOSettings:
     evaluate_every: int = 0      # steps between looks at held-out seeds; 0: never
     held_out: int = 32           # held-out seeds of a look
     patience: int = 2            # looks without a new best after which training ends
+    stream: str = "batch"        # of random numbers: one for all that is played together, or one for each "rollout" (several ranks always)
+    cap: float = 2.              # on the weight of a token that a server sampled, see `core.vllm`
 
     def __post_init__(self): _check(self)
 
 # %% ../../nbs/train/01_grpo.ipynb #3b342946
-CHOICES = {"advantage": ("group", "batch", "none"), "loss_mean": ("sequence", "constant", "tokens"), "truncated": ("keep", "mask", "penalise")}
+CHOICES = {"advantage": ("group", "batch", "none"), "loss_mean": ("sequence", "constant", "tokens"), "truncated": ("keep", "mask", "penalise"), "stream": ("batch", "rollout")}
 
 # %% ../../nbs/train/01_grpo.ipynb #bd2103a4
 def _check(settings):
@@ -92,23 +98,26 @@ class Row:
     ids: list
     mask: list
     advantage: float
+    logps: list | None = None # as the server that sampled it says; None where this process did
 
 # %% ../../nbs/train/01_grpo.ipynb #7dd94177
-def distinct_rows(conversations, advantages) -> list[Row]:
-    "Rows with a non-zero advantage; identical ones merged, shortest first."
+def distinct_rows(conversations, advantages, served: bool = False) -> list[Row]:
+    "Rows with a non-zero advantage; identical ones merged, shortest first. `served`: with the sampler's log-probabilities."
     rows = {}
     for c, a in zip(conversations, advantages):
-        if a: rows.setdefault((*c.ids, *c.mask), Row(c.prompt, c.ids, c.mask, 0.)).advantage += a
+        if a: rows.setdefault((*c.ids, *c.mask), Row(c.prompt, c.ids, c.mask, 0., c.logps if served else None)).advantage += a
     return sorted((r for r in rows.values() if abs(r.advantage) > 1e-9), key=lambda r: len(r.ids))
 
 # %% ../../nbs/train/01_grpo.ipynb #db44431a
-def row_losses(logps, mask, advantages, clip: float = .2, clip_high: float | None = None, mean: str = "sequence", old=None):
+def row_losses(logps, mask, advantages, clip: float = .2, clip_high: float | None = None, mean: str = "sequence", old=None,
+               weights=1. # of tokens [rows, tokens]
+              ):
     "GRPO's loss of each row (TRACE, section 3.4): logps, mask [rows, tokens], advantages [rows] -> [rows], to be divided by `loss_divisor`."
     import torch
     ratio = (logps - (logps.detach() if old is None else old)).exp()
     clipped = ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     gain = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
-    total = -(gain * mask).sum(1)
+    total = -(gain * weights * mask).sum(1)
     return total / mask.sum(1).clamp(min=1) if mean == "sequence" else total
 
 # %% ../../nbs/train/01_grpo.ipynb #8cdd504a
@@ -136,6 +145,25 @@ def padded(rows, device="cpu"):
     pad = lambda lists: torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in lists], batch_first=True).to(device)
     return pad([r.ids for r in rows]), pad([r.mask for r in rows]), torch.tensor([r.advantage for r in rows], device=device)
 
+# %% ../../nbs/train/01_grpo.ipynb #cc0d955a
+def served_weights(trainer, batch, logps, mask):
+    "Importance weights [rows, tokens - 1] of a server's tokens, noted for the step's record; 1 where this process sampled."
+    import torch
+    if batch[0].logps is None: return 1.
+    from trace_nb.core.vllm import importance_weights
+    sampled = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.logps) for r in batch], batch_first=True)[:, 1:].to(logps)
+    trainer.apart.append((logps.detach()[mask[:, 1:] > 0], sampled[mask[:, 1:] > 0]))
+    return importance_weights(logps, sampled, mask[:, 1:], trainer.settings.cap)[0]
+
+# %% ../../nbs/train/01_grpo.ipynb #c113268e
+def mismatch(apart, cap: float) -> dict:
+    "What a step's record says of the two programs; nothing where there was one, or nothing to learn."
+    import torch
+    if not apart: return {}
+    from trace_nb.core.vllm import importance_weights
+    trainer, sampler = (torch.cat(logps)[None] for logps in zip(*apart))
+    return importance_weights(trainer, sampler, torch.ones_like(trainer), cap)[1]
+
 # %% ../../nbs/train/01_grpo.ipynb #562d2298
 def step_loss(trainer, model):
     "Loss of the step's rows; gradients of all micro-batches but the last are added on the way."
@@ -148,7 +176,7 @@ def step_loss(trainer, model):
     for i, batch in enumerate(batches):
         ids, mask, advantages = padded(batch, model.device)
         logps = token_logps(trainer.accelerator.unwrap_model(model), ids, mask, s.temperature)
-        loss = row_losses(logps, mask[:, 1:], advantages, s.clip, s.clip_high, s.loss_mean).sum() / trainer.total
+        loss = row_losses(logps, mask[:, 1:], advantages, s.clip, s.clip_high, s.loss_mean, weights=served_weights(trainer, batch, logps, mask)).sum() / trainer.total
         if i < len(batches) - 1: trainer.accelerator.backward(loss)
     return loss
 
@@ -178,7 +206,8 @@ def _reward(c) -> float:
 # %% ../../nbs/train/01_grpo.ipynb #9ac13ba3
 def play_groups(policy, tasks, # (class, seed) of each group
                 settings, seed: int, # of the sampling
-                adapter: str | None = "default", hint=None # text, or {class name: text}
+                adapter: str | None = "default", hint=None, # text, or {class name: text}
+                first: int = 0 # number of the first task among those of all ranks
                ):
     "K rollouts of each task; conversations (or what an environment raised) and rewards [groups, K]."
     import torch
@@ -188,11 +217,49 @@ def play_groups(policy, tasks, # (class, seed) of each group
     guided = [(c, h) for i, c in enumerate(conversations) if i % settings.group_size < hinted and isinstance(c, Conversation)
               if (h := hint if isinstance(hint, str) else hint.get(type(c.episode.environment).__name__))]
     for c, h in guided: add_hint(c, h)
+    if settings.stream == "rollout": own_streams(conversations, seed, first * settings.group_size)
     play(policy, playing, seed)
     for c, _ in guided: drop_hint(c, policy.text)
-    rewards = torch.tensor([_reward(c) for c in conversations]).view(-1, settings.group_size)
-    if settings.truncated == "penalise": rewards[torch.tensor([getattr(c, "truncated", False) for c in conversations]).view_as(rewards)] = 0.
+    rewards = torch.tensor([_reward(c) for c in conversations]).view(len(tasks), settings.group_size)
+    if settings.truncated == "penalise" and tasks: rewards[torch.tensor([getattr(c, "truncated", False) for c in conversations]).view_as(rewards)] = 0.
     return conversations, rewards
+
+# %% ../../nbs/train/01_grpo.ipynb #5f2d5751
+def own_streams(conversations, seed: int, first: int = 0) -> None:
+    "Random numbers that belong to a rollout's number, whoever plays it and beside what."
+    import torch
+    for number, c in enumerate(conversations, first):
+        if isinstance(c, Conversation): c.sampler = torch.Generator().manual_seed(derived_seed(seed, number))
+
+# %% ../../nbs/train/01_grpo.ipynb #4e2030d5
+def without_environment(c):
+    "A rollout as other ranks see it: what was said and how it ended."
+    if not isinstance(c, Conversation): return RuntimeError(repr(c))
+    ended = SimpleNamespace(termination=c.episode.termination, fault=getattr(c.episode, "fault", None))
+    return Conversation(ended, ids=c.ids, mask=c.mask, logps=c.logps, prompt=c.prompt, truncated=c.truncated)
+
+# %% ../../nbs/train/01_grpo.ipynb #0c4cbddc
+def play_share(trainer, tasks, seed: int):
+    "`play_groups` over all ranks: this one plays its share of the tasks; conversations and rewards of all, in the order of tasks."
+    import torch
+    mine = share(len(tasks))
+    played, rewards = play_groups(trainer.policy, tasks[mine.start:mine.stop], trainer.settings, seed, hint=trainer.hint, first=mine.start)
+    if ranks()[1] == 1: return played, rewards
+    parts = over_ranks(([without_environment(c) for c in played], rewards))
+    return [c for rank, (part, _) in enumerate(parts) for c in (played if rank == ranks()[0] else part)], torch.cat([r for _, r in parts])
+
+# %% ../../nbs/train/01_grpo.ipynb #68e39bfa
+def for_ranks(settings: GRPOSettings) -> GRPOSettings:
+    "The same settings for a launched training: a stream for each rollout, so that the number of ranks changes nothing but rounding."
+    if settings.groups < ranks()[1]: raise InputError(f"{ranks()[1]} processes for {settings.groups} groups a step, and each plays whole groups; start at most {settings.groups}, or raise groups")
+    return replace(settings, stream="rollout") if launched() else settings
+
+# %% ../../nbs/train/01_grpo.ipynb #47c4c817
+def check_launch(accelerator) -> None:
+    "Whole weights on every rank, and ranks that we know of."
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"): raise InputError(f"{kind} does not leave a whole model on every process, and the rollouts need one; use torchrun, or accelerate launch --multi_gpu")
+    if accelerator.num_processes != ranks()[1]: raise InputError(f"{accelerator.num_processes} processes of which {ranks()[1]} have a LOCAL_RANK; start them with torchrun or accelerate launch")
 
 # %% ../../nbs/train/01_grpo.ipynb #fd528780
 def informative(rewards):
@@ -211,10 +278,10 @@ def draw_groups(trainer, tasks, step: int):
     "Conversations and rewards [groups, K] of a step: its tasks, then those that replace constant groups."
     import torch
     s, round = trainer.settings, 0
-    conversations, rewards = play_groups(trainer.policy, tasks, s, derived_seed("grpo", s.seed, step), hint=trainer.hint)
+    conversations, rewards = play_share(trainer, tasks, derived_seed("grpo", s.seed, step))
     while n := _fresh(trainer, step, round := round + 1, rewards, len(tasks)):
         start = s.steps * s.groups + (step * max(1, s.refill) + round - 1) * s.groups
-        more, earned = play_groups(trainer.policy, [trainer.schedule(start + i) for i in range(n)], s, derived_seed("grpo", s.seed, step, round), hint=trainer.hint)
+        more, earned = play_share(trainer, [trainer.schedule(start + i) for i in range(n)], derived_seed("grpo", s.seed, step, round))
         conversations += more; rewards = torch.cat([rewards, earned])
     return conversations, rewards
 
@@ -232,7 +299,7 @@ def step_rows(trainer, inputs) -> tuple[list[Row], dict]:
     kept = (advantages.abs().sum(1) > 0).repeat_interleave(s.group_size).tolist()
     trainer.total = loss_divisor([c for c, k in zip(conversations, kept) if k], s)
     counted = [a * (not c.truncated or s.truncated != "mask") for c, a in zip(conversations, advantages.flatten().tolist())]
-    rows = distinct_rows(conversations, counted)
+    rows = distinct_rows(conversations, counted, hasattr(trainer.policy, "server"))
     return rows, {**record, "distinct_rows": len(rows)}
 
 # %% ../../nbs/train/01_grpo.ipynb #dfcb7575
@@ -258,6 +325,15 @@ def broken(conversations) -> list[str]:
     "What the environments raised."
     return [repr(c) if not isinstance(c, Conversation) else str(c.episode.fault) for c in conversations if not isinstance(c, Conversation) or getattr(c.episode, "fault", None)]
 
+# %% ../../nbs/train/01_grpo.ipynb #5a67b063
+def add_gradients(model, loss) -> None:
+    "Add up what the ranks found; a weight that one of them did not use counts as 0 there."
+    import torch
+    if ranks()[1] == 1: return
+    learning = [p for p in model.parameters() if p.requires_grad]
+    for p in learning: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    add_over_ranks([loss, *(p.grad for p in learning)])
+
 # %% ../../nbs/train/01_grpo.ipynb #45891774
 @cache
 def trainer_class():
@@ -270,23 +346,24 @@ def trainer_class():
         first_step, spent, hint, check = 0, 0, None, None       # steps and rollouts before this call; what to show; what must hold
         def _generate_and_score_completions(self, inputs):
             rows, self.record = step_rows(self, inputs)
-            n = torch.arange(max(1, len(rows)))          # TRL shuffles and slices tensors; the rows stay beside it
-            self.rows = rows
-            return {"row": n}
+            self.rows, self.apart = rows[ranks()[0]::ranks()[1]], []
+            return {"row": torch.arange(max(1, len(self.rows)))}         # TRL shuffles and slices tensors; the rows stay beside it
 
         def _compute_loss(self, model, inputs): return step_loss(self, model)
 
-        def training_step(self, *args, **kwargs):
-            start = time.perf_counter(); loss = super().training_step(*args, **kwargs)
-            self.on_record({"step": self.first_step + self.state.global_step + 1, **self.record, "loss": float(loss), "seconds": time.perf_counter() - start})
+        def training_step(self, model, *args, **kwargs):
+            start = time.perf_counter(); loss = super().training_step(model, *args, **kwargs)
+            add_gradients(model, loss)
+            self.on_record({"step": self.first_step + self.state.global_step + 1, **self.record, **mismatch(self.apart, self.settings.cap), "loss": float(loss), "seconds": time.perf_counter() - start})
             return loss
 
     return EngineGRPOTrainer
 
 # %% ../../nbs/train/01_grpo.ipynb #581f7413
 def training_rows(settings: GRPOSettings, first_step: int = 0) -> list[dict]:
-    "Dataset rows from a step on: the constant prompt column that TRL wants, and the number of a task."
-    return [{"prompt": [{"role": "user", "content": ""}], "task": i} for i in range(first_step * settings.groups, settings.steps * settings.groups)]
+    "Dataset rows from a step on: the constant prompt column that TRL wants, and the number of a task. Each rank is dealt a batch of its own; all of a step's are the same."
+    n = settings.groups
+    return [{"prompt": [{"role": "user", "content": ""}], "task": step * n + i} for step in range(first_step, settings.steps) for _ in range(ranks()[1]) for i in range(n)]
 
 # %% ../../nbs/train/01_grpo.ipynb #2acf90e8
 def no_checkpointing() -> dict:
@@ -325,10 +402,10 @@ def look(policy, tasks, settings) -> dict:
     return {"held_out_success": sum(t.success for t in played) / len(played), "rollouts": len(played), "tokens": sum(t.metadata.get("tokens", 0) for t in played)}
 
 # %% ../../nbs/train/01_grpo.ipynb #5145c488
-def training_facts(model, name, settings, tasks, hint, start=None) -> dict:
+def training_facts(model, name, settings, tasks, hint, start=None, served: bool = False) -> dict:
     "What a checkpoint must agree with to be gone on from."
     listed = None if tasks is None else derived_seed(*((c.__name__, s) for c, s in tasks))
-    return {"start": start and weights_hash(start), "name": name, "base": fingerprint(model), "tasks": listed, "hint": hint and derived_seed(json.dumps(hint, sort_keys=True)), **asdict(settings)}
+    return {"start": start and weights_hash(start), "served": served, "name": name, "base": fingerprint(model), "tasks": listed, "hint": hint and derived_seed(json.dumps(hint, sort_keys=True)), **asdict(settings)}
 
 # %% ../../nbs/train/01_grpo.ipynb #c2a37fc3
 def trainable(tuned) -> dict: return {n: p for n, p in tuned.named_parameters() if p.requires_grad}
@@ -351,23 +428,39 @@ def _after_step(trainer, log, saved, keep, looks, progress):
         def on_step_end(self, args, state, control, **_):
             record, s = trainer.pending, trainer.settings
             if s.evaluate_every and record["step"] % s.evaluate_every == 0:
-                found = look(trainer.policy, looks, s)
+                found = over_ranks(look(trainer.policy, looks, s) if leads() else None)[0]
                 record |= {**found, **{k: record[k] + found[k] for k in ("rollouts", "tokens")}}
             log.append(record); trainer.spent += record["rollouts"]
             control.should_training_stop = ended(log, s)
-            keep(log)
+            if leads(): keep(log)
             if progress: progress(record)
     return AfterStep()
 
+# %% ../../nbs/train/01_grpo.ipynb #61749120
+def sampling_policy(tuned, tokenizer, settings: GRPOSettings, sampler: str = "", # address of a vLLM server; empty: this process
+                    shared=None): # folder through which the server gets the adapter
+    "The policy whose rollouts the adapter learns from."
+    limits = dict(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens, max_length=settings.max_length)
+    if not sampler: return Local(tuned, tokenizer, **limits)
+    from trace_nb.core.vllm import VLLM
+    return VLLM(sampler, tokenizer, model=tuned, folder=shared, **limits)
+
+# %% ../../nbs/train/01_grpo.ipynb #230cf7f6
+def check_served(settings, hint) -> None:
+    "What a server's rollouts cannot be used for."
+    if hint and settings.hint_share: raise InputError("a server samples without hints; leave hint_share at 0, or train without sampler")
+    if ranks()[1] > 1: raise InputError(f"a server samples for one process, and {ranks()[1]} were started; run train without the launcher, or without sampler")
+
 # %% ../../nbs/train/01_grpo.ipynb #55fb13de
-def make_trainer(tuned, tokenizer, settings: GRPOSettings, schedule, scratch, first_step: int = 0):
-    "Our trainer over a wrapped model; `schedule` gives task number i."
+def make_trainer(tuned, tokenizer, settings: GRPOSettings, schedule, scratch, first_step: int = 0, sampler: str = "", shared=None):
+    "Our trainer over a wrapped model; `schedule` gives task number i; see `sampling_policy` for the last two."
     from datasets import Dataset
     from transformers import PrinterCallback
     trainer = trainer_class()(model=tuned, args=grpo_config(settings, scratch, first_step), train_dataset=Dataset.from_list(training_rows(settings, first_step)),
                               processing_class=tokenizer, reward_funcs=_unused_reward)
+    check_launch(trainer.accelerator)
     trainer.settings, trainer.schedule, trainer.first_step = settings, schedule, first_step
-    trainer.policy = Local(tuned, tokenizer, temperature=settings.temperature, max_new_tokens=settings.max_new_tokens, max_length=settings.max_length)
+    trainer.policy = sampling_policy(tuned, tokenizer, settings, sampler, shared)
     trainer.on_record = lambda record: setattr(trainer, "pending", record)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -380,7 +473,10 @@ def _checks(trainer, tokenizer, settings):
     "The pre-flight of the first tasks; what is to hold for the first step's rollouts."
     from trace_nb.train.preflight import refuse, rollout_faults, tool_faults
     refuse(tool_faults(trainer.schedule(i)[0] for i in range(settings.groups)))
-    return lambda conversations, rewards: refuse(rollout_faults(trainer.policy, conversations, rewards, settings))
+    def check(conversations, rewards):
+        own = [c for c in conversations if not isinstance(c, Conversation) or isinstance(c.episode, Episode)]
+        refuse(dict.fromkeys(f for faults in over_ranks(rollout_faults(trainer.policy, own, rewards, settings)) for f in faults))
+    return check
 
 # %% ../../nbs/train/01_grpo.ipynb #7fa3eaff
 def _keeper(trainer, path, facts, every, tuned):
@@ -392,48 +488,55 @@ def _keeper(trainer, path, facts, every, tuned):
 
 # %% ../../nbs/train/01_grpo.ipynb #f3fec48e
 def _canaries(trainer, tuned, folder, log, name, probe):
-    "Save the adapter between the checks that it does something and that the saved one is this one."
+    "Save the adapter between the checks that it does something and that the saved one is this one; no rank goes on before."
     check_changes(tuned, probe, name)
     if trainer.policy.decoder: check_sampler(trainer.policy.decoder, probe, name)
-    save_adapter(tuned, folder, log)
-    check_saved(tuned, folder, probe, name)
+    if leads():
+        save_adapter(tuned, folder, log)
+        check_saved(tuned, folder, probe, name)
+    over_ranks(None)
 
 # %% ../../nbs/train/01_grpo.ipynb #76f63b22
 def train_adapter(model, tokenizer, capability: str, # name, class name or file.py:Class; with `tasks`, any name
-                  folder, settings: GRPOSettings = GRPOSettings(), progress=None, # called with each step's record
+                  folder, settings: GRPOSettings = GRPOSettings(), progress=None, # called with each step's record, on rank 0
                   tasks=None, # (environment class, seed) pairs instead of the capability's own environments
                   held_out=None, # such pairs for the looks at a plateau; default: fresh seeds of the trained classes
                   hint=None, # text, or {class name: text}, for `hint_share` of each group
                   start=None, # adapter folder to go on from, instead of a fresh LoRA
                   check: bool = True, # refuse what the pre-flight finds
-                  checkpoint_every: int = 5 # steps; 0: never
+                  checkpoint_every: int = 5, # steps; 0: never
+                  sampler: str = "", # address of a vLLM server that plays the rollouts; default: this process
+                  shared=None # folder through which it gets the adapter; default: beside `folder`
                  ) -> list[dict]:
     "Train one adapter and save it under `folder` (PEFT files and training_log.jsonl); returns the log. A checkpoint found there is gone on from. The model is left as it was."
+    settings, progress = for_ranks(settings), progress if leads() else None
     name, path, schedule = adapter_name(capability), Path(folder)/"checkpoint.pt", task_schedule(capability, settings.seed, tasks)
-    facts = training_facts(model, name, settings, tasks, hint, start)
+    if sampler: check_served(settings, hint)
+    facts = training_facts(model, name, settings, tasks, hint, start, bool(sampler))
     saved = read_checkpoint(path, facts)
     learning = [p for p in model.parameters() if p.requires_grad]
     tuned = with_lora(model, name, settings) if start is None else further(model, start)
-    try: return _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_out, hint, check, path, facts, saved, checkpoint_every)
+    try: return _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_out, hint, check, path, facts, saved, checkpoint_every, sampler, shared or f"{folder}.sampler")
     finally:
         tuned.unload().eval()
         for p in learning: p.requires_grad_(True)
 
 # %% ../../nbs/train/01_grpo.ipynb #d56e5a7a
-def _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_out, hint, check, path, facts, saved, every):
+def _train(tuned, tokenizer, folder, settings, progress, name, schedule, held_out, hint, check, path, facts, saved, every, sampler, shared):
     "The training itself, from the start or from a checkpoint."
     from tempfile import TemporaryDirectory
     log = _restore(tuned, saved) if saved else []
     looks = held_out or plateau_tasks(list(dict.fromkeys(schedule(i)[0] for i in range(settings.steps * settings.groups))), settings.held_out)
     for record in log if progress else (): progress(record)
     with TemporaryDirectory() as scratch:
-        trainer = make_trainer(tuned, tokenizer, settings, schedule, scratch, min(len(log), settings.steps - 1))
+        trainer = make_trainer(tuned, tokenizer, settings, schedule, scratch, min(len(log), settings.steps - 1), sampler, shared)
         trainer.hint, trainer.spent = hint, sum(r["rollouts"] for r in log)
         if check and not log: trainer.check = _checks(trainer, tokenizer, settings)
         trainer.add_callback(_after_step(trainer, log, saved, _keeper(trainer, path, facts, every, tuned), looks, progress))
         if not ended(log, settings): trainer.train()
     _canaries(trainer, tuned, folder, log, name, trainer.policy.text.first(*_prompt(trainer.policy, schedule(0)))[:512])
-    path.unlink(missing_ok=True)
+    if leads(): path.unlink(missing_ok=True)
+    if sampler: trainer.policy.leave()
     return log
 
 # %% ../../nbs/train/01_grpo.ipynb #4137f80e
