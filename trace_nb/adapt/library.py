@@ -12,6 +12,7 @@ import hashlib, inspect, json, math, os, shutil, tempfile
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from ..core.trajectory import InputError, package_versions, read_json, write_json
+from ..synthesize.sandbox import Worker
 from ..train.adapter import weights_hash
 
 # %% ../../nbs/adapt/02_library.ipynb #ec43fba9
@@ -57,8 +58,9 @@ def environment_hash(cls: type) -> str:
 
 # %% ../../nbs/adapt/02_library.ipynb #a08accc7
 def _source(value):
-    "The text of a function or a plain value; what has neither counts by its type."
+    "The text of a function, a plain value, or what a sandbox's worker runs; anything else counts by its type."
     value = getattr(value, "__func__", value)
+    if isinstance(value, Worker): return value.source
     if isinstance(value, (str, int, float, tuple, list, dict, type(None))): return repr(value)
     try: return inspect.getsource(value)
     except (OSError, TypeError): return type(value).__name__
@@ -80,7 +82,7 @@ def make_card(folder, # adapter folder; the card is written there
               classes=(), # environments that it was trained in
               parents=(), # folders of the adapters that it was made from
               settings=None, # dataclass or dict
-              **said) -> dict: # name, description, accepted, reason, metrics
+              **said) -> dict: # name, description, accepted, reason, metrics, requests (to route by, where no built-in environment has any)
     "Write capability.json: what the adapter is, where it comes from, and the hashes that hold it to that."
     folder = Path(folder); config = readable(folder)
     card = {"name": folder.resolve().name, "description": "", "accepted": None, "reason": "not judged yet", "metrics": {}, **(read_card(folder) if (folder/"capability.json").exists() else {}), **said}
@@ -115,7 +117,7 @@ def read_card(folder) -> dict:
     path = Path(folder)/"capability.json"
     if not path.is_file(): raise InputError(f"{folder}: no capability.json; `make_card` writes one")
     card = read_json(path)
-    for key, kind in (("name", str), ("description", str), ("metrics", dict), ("reason", str), ("base", dict), ("parents", list), ("weights_sha256", str)):
+    for key, kind in (("name", str), ("description", str), ("metrics", dict), ("reason", str), ("base", dict), ("parents", list), ("weights_sha256", str), ("requests", list)):
         if not isinstance(card, dict) or not isinstance(card.get(key, kind()), kind): raise InputError(f"{path}: not a card ({key} is no {kind.__name__}); write it again with `make_card`")
     if not card.get("name"): raise InputError(f"{path}: not a card (no name); write it again with `make_card`")
     return card
