@@ -15,10 +15,12 @@ from ..core.trajectory import InputError, package_versions, read_json, write_jso
 from ..synthesize.sandbox import Worker
 from ..train.adapter import weights_hash
 
-# %% ../../nbs/adapt/02_library.ipynb #ec43fba9
-def base_hash(model: str) -> str: # pocket, a folder, or a Hugging Face id in the local cache
+# %% ../../nbs/adapt/02_library.ipynb #3c0037c3
+def base_hash(model: str) -> str: # pocket, a folder, a .gguf file, or a Hugging Face id in the local cache
     "16 hex digits for the weights and configuration of a base model; a fingerprint, not a seal."
     folder, digest = _model_folder(model), hashlib.sha256()
+    if folder.suffix == ".gguf":            # configuration, tokenizer and weights in one file
+        _add_file(digest, folder); return digest.hexdigest()[:16]
     config = {k: v for k, v in read_json(folder/"config.json").items() if k not in ("transformers_version", "_name_or_path", "use_cache")}
     digest.update(json.dumps(config, sort_keys=True).encode())
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]): _add_file(digest, path)
@@ -35,10 +37,11 @@ def _add_file(digest, path, block=1 << 16, blocks=1024):
 
 # %% ../../nbs/adapt/02_library.ipynb #2181d7ab
 def _model_folder(model) -> Path:
+    "Where a base lies: its folder, or its .gguf file."
     from huggingface_hub import try_to_load_from_cache
     from trace_nb.core.policy import model_path
     path = model_path(model)
-    if Path(path).is_dir(): return Path(path)
+    if Path(path).exists(): return Path(path)
     found = try_to_load_from_cache(path, "config.json")
     if not isinstance(found, str): raise InputError(f"{model}: no local copy of this base, so its hash is unknown; load the model once")
     return Path(found).parent
@@ -99,7 +102,7 @@ def _parent(folder): return {"name": read_card(folder)["name"] if (Path(folder)/
 # %% ../../nbs/adapt/02_library.ipynb #09a9e952
 def _base(model, parents, config, before):
     "Name and hash of the base: the one given, the card's, or the parents'; nothing is claimed that is not known."
-    if model: return {"name": Path(model).name if Path(model).is_dir() else model, "sha256": base_hash(model)}
+    if model: return {"name": Path(model).name if Path(model).exists() else model, "sha256": base_hash(model)}
     inherited = [before, *(read_card(p).get("base") for p in parents if (Path(p)/"capability.json").exists())]
     return next((b for b in inherited if b and b.get("sha256")), {"name": Path(config.get("base_model_name_or_path") or "").name, "sha256": None})
 

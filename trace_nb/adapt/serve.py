@@ -9,7 +9,7 @@ __all__ = ['ROLES', 'Refused', 'Asked', 'read_request', 'Engine', 'keep_last', '
 # %% ../../nbs/adapt/05_serve.ipynb #56c0e061
 import asyncio, hashlib, hmac, ipaddress, json, os, queue, secrets, socket, threading, time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ..core.policy import Conversation, Local, load_model, with_adapters
 from ..core.trajectory import InputError, content_text
 

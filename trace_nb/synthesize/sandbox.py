@@ -9,8 +9,8 @@ __all__ = ['SYSTEM_CALLS', 'SOURCE_NAME', 'ANSWERS', 'ATTRIBUTES', 'METHODS', 'M
            'worker_command', 'spawned', 'Worker', 'start', 'ask', 'open_doors', 'self_test', 'mechanism', 'checked',
            'Sandboxed', 'same_exception', 'type_from', 'class_members', 'sandboxed', 'in_another_worker']
 
-# %% ../../nbs/synthesize/03_sandbox.ipynb #4e3a7708
-import ast, builtins, ctypes, errno, inspect, io, itertools, json, math, os, select, struct, sys, threading, time, types, typing
+# %% ../../nbs/synthesize/03_sandbox.ipynb #3e741bd1
+import ast, builtins, ctypes, errno, inspect, io, itertools, json, os, select, struct, sys, threading, time, types, typing
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
