@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from trace_nb.core.statistics import cluster_interval, holm, mcnemar, paired_permutation, pass_at_k, pass_hat_k
-from trace_nb.evaluate.evaluate import compare, complement, composed, noise_floor, oracle_choice, pairwise, placebo_oracle, results_table, table_rows
+from trace_nb.evaluate.evaluate import compare, complement, composed, excluded_trials, format_table, noise_floor, oracle_choice, pairwise, placebo_oracle, results_table, table_rows
 
 FIRST_COLUMNS = ["method", "target", "split", "tasks", "trials", "successes", "rate", "low", "high", "mean_reward", "p_vs_base"]
 
@@ -93,3 +93,14 @@ def test_equal_candidates_are_a_placebo():
 
 def test_the_noise_floor_needs_two_trials():
     assert np.isnan(noise_floor(played({"base": 0.}, trials=1))) and 0 < noise_floor(played({"base": 0.})) < .15
+
+
+def test_what_was_never_answered_is_no_failure():
+    "A server that is away for some trials leaves the rate of the others as it is, and is reported apart."
+    frame = played({"base": 0., "served": .2}, tasks=12, trials=2)
+    away = (frame.method == "served") & (frame.trial == 1)
+    broken = frame.assign(termination=frame.termination.mask(away, "policy_error"), success=frame.success.mask(away, False), reward=frame.reward.mask(away, 0.))
+    table, alone = results_table(broken), results_table(frame[~away])
+    assert table_rows(table) == table_rows(alone) and table.attrs["left_out"] == {"policy_error": 12}
+    assert excluded_trials(broken)[["method", "termination", "trials"]].values.tolist() == [["served", "policy_error", 12]]
+    assert "12 trials left out of the rates, since they say nothing about the agent: 12 policy error." in format_table(table)

@@ -63,6 +63,13 @@ def test_a_large_file_is_sampled_to_both_ends(tmp_path):
         (tmp_path/"w").write_bytes(data); found = hashlib.sha256(); _add_file(found, tmp_path/"w", block=10, blocks=5); return found.hexdigest()
     assert digest() == digest() and len({digest(), digest(0), digest(9_999), digest(5_000)}) == 4
 
+def test_a_gguf_file_is_a_base_too(plain, tmp_path):
+    file = tmp_path/"tiny.gguf"; file.write_bytes(b"GGUF" + b"weights" * 99)
+    before = base_hash(str(file))
+    card = make_card(adapter(plain, tmp_path/"a", {0: 1}), str(file), "grpo")
+    assert card["base"] == {"name": "tiny.gguf", "sha256": before} and len(before) == 16 and verify(tmp_path/"a", str(file))["base"] == card["base"]
+    file.write_bytes(b"GGUF" + b"Weights" * 99); assert base_hash(str(file)) != before
+
 def test_base_of_an_unknown_id_is_not_guessed():
     with pytest.raises(InputError, match="no local copy"): base_hash("nobody/nothing")
 

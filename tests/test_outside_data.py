@@ -51,6 +51,20 @@ def test_awm_plays_in_the_sandbox(sandbox):
     assert [replay(cls, seed, s).reward for s in (STEPS, STEPS[:2] + ["Done."], STEPS[2:])] == [1., 0., 0.]
 
 
+def test_awm_clock_stands_still(sandbox, tmp_path):
+    "An application that says what time it is, by Python's clocks and by the database's, and a verifier that looks at the clock too."
+    folder = shutil.copytree(FIXTURES/"awm", tmp_path/"awm")
+    def change(name, key, new):
+        record = json.loads((folder/f"{name}.jsonl").read_text().splitlines()[0]); place = record if key in record else record["verification"]
+        place[key] = new(place[key]); (folder/f"{name}.jsonl").write_text(json.dumps(record))
+    clocks = "import datetime, time\n        return 200, [str(datetime.datetime.now()), str(datetime.date.today()), time.time(), time.strftime('%H:%M', time.localtime()), *database.execute(\"SELECT CURRENT_TIMESTAMP, date('now', '+1 day'), strftime('%Y')\").fetchone()]\n        "
+    change("gen_envs", "full_code", lambda code: code.replace('if path == "/plants": return', clocks + "return"))
+    change("gen_verifier.pure_code", "code", lambda code: "import datetime\ndef verify_task_completion(initial, final, answer=''): return {'result': 'complete' if datetime.datetime.utcnow().isoformat() == '2024-06-03T12:00:00' else 'not'}")
+    (cls, seed), = AWM(folder).tasks()
+    played = replay(cls, seed, STEPS[:1] + ["Noon."])
+    assert json.loads(played.messages[3]["content"]) == ["2024-06-03 12:00:00", "2024-06-03", 1717416000.0, "12:00", "2024-06-03 12:00:00", "2024-06-04", "2024"] and played.reward == 1.
+
+
 def test_awm_code_cannot_reach_out(sandbox, tmp_path):
     "A foreign application that reads a file on start never becomes an environment."
     folder = shutil.copytree(FIXTURES/"awm", tmp_path/"awm")

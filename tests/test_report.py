@@ -55,3 +55,12 @@ def test_parts_may_be_broken(run, content):
 
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(InputError, match="no such run folder"): write_report(tmp_path/"nowhere")
+
+
+def test_a_training_of_one_step_is_drawn():
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from trace_nb.evaluate.figures import plot_training_curve
+    ax = plot_training_curve(pd.DataFrame([{"step": 1, "reward": .25, "success": .5, "informative": 1.}]), Figure().subplots())
+    seen = {line.get_ydata()[0] for line in ax.lines if line.get_marker() not in ("None", "", None)}
+    assert seen == {.25, .5, 1.}

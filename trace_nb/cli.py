@@ -25,12 +25,13 @@ def run(target: str = "desk", # the world the agent must do well in
         scale: str = "quick", # smoke, quick or paper
         out: str = "runs/quick", # run folder; a killed run resumes there
         seed: int = 0, # decides every draw
-        rounds: int = 1): # further rounds diagnose the routed agent and train what it still lacks
+        rounds: int = 1, # further rounds diagnose the routed agent and train what it still lacks
+        environments: str = ""): # folder of accepted environments (trace-nb generate) for capabilities that have none; those in OUT/environments are used too
     "Run the whole loop: diagnose, synthesize, train, route, evaluate."
     from trace_nb.pipeline import Parameters, check_parameters, run_loop, summary
     parameters = Parameters(target, model, scale, seed)
     check_parameters(parameters)
-    result = run_loop(out, parameters, lambda line: print(line, flush=True), rounds)
+    result = run_loop(out, parameters, lambda line: print(line, flush=True), rounds, environments)
     print(summary(result)); print(f"report: {out}/report.html")
 
 # %% ../nbs/01_cli.ipynb #32b24498
@@ -106,7 +107,7 @@ def audit(labels: str, # folder of label files
     print(audit_labels(labels, trajectories, out, n, seed))
 
 # %% ../nbs/01_cli.ipynb #20296582
-def check(environment: str, # a name, a capability, or file.py:Class
+def check(environment: str, # a name, a capability, file.py:Class, or an accepted generated environment (file or folder)
           policy: str = "", # base of the last three checks; default: they are skipped
           json: str = "", # write the result here
           seed: int = 0): # of the policy's sampling
@@ -147,7 +148,7 @@ def evaluate(target: str = "desk", # the world
     _table(table_rows(table), json, format_table(table))
 
 # %% ../nbs/01_cli.ipynb #2a80f983
-def train(capability: str, # a capability with environments, the name of one, or file.py:Class
+def train(capability: str, # a capability with environments, the name of one, file.py:Class, or an accepted generated environment (file or folder)
           model: str = "pocket", # the frozen base
           out: str = "", # default: adapters/<capability>; a killed training goes on there
           steps: int = 14,
@@ -246,7 +247,7 @@ def _numbers(option, text) -> list[int]:
     return list(dict.fromkeys(found))
 
 # %% ../nbs/01_cli.ipynb #628bc01b
-def gate(environment: str, # what the adapter was trained on: a capability, or file.py:Class
+def gate(environment: str, # what the adapter was trained on: a capability, file.py:Class, or a generated environment
          adapter: str, # its folder
          model: str = "pocket", # the frozen base
          target: str = "", # its train tasks must not fall; default: held-out seeds alone decide

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'Parameters', 'Run', 'peak_memory', 'stage', 'say', 'spend', 'charge', 'play_tasks',
-           'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'diagnosed', 'stage_synthesize',
-           'settings_of', 'train_into', 'stage_train', 'stage_gate', 'requests_of', 'adapters_of', 'stage_adapt',
-           'stage_evaluate', 'stage_report', 'save_figures', 'write_result', 'check_parameters', 'play_routed',
-           'diagnose_routed', 'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary',
-           'prepared', 'evaluate_policy', 'accepted_adapters', 'adapter_folders', 'run_model', 'route_request',
-           'routed_agent', 'train_alone']
+           'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'diagnosed', 'built_in', 'stage_synthesize',
+           'base_facts', 'usable', 'adopted', 'stage_generated', 'given_environments', 'settings_of', 'train_into',
+           'stage_train', 'stage_gate', 'write_card', 'requests_of', 'adapters_of', 'stage_adapt', 'stage_evaluate',
+           'stage_report', 'save_figures', 'write_result', 'check_parameters', 'play_routed', 'diagnose_routed',
+           'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary', 'prepared',
+           'evaluate_policy', 'accepted_adapters', 'adapter_folders', 'run_model', 'route_request', 'routed_agent',
+           'train_alone']
 
 # %% ../nbs/00_pipeline.ipynb #63c550cb
 import hashlib, json, os, platform, resource, shutil, sys, time
@@ -54,10 +55,12 @@ class Run:
     "A run folder: stages with records, a manifest, progress lines."
     def __init__(self, folder, parameters: Parameters, log=print):
         self.folder, self.parameters, self.log, self.start = Path(folder), parameters, log, time.time()
-        self.scale, self.last_line, self.computed = SCALES[parameters.scale], 0., []
+        self.scale, self.last_line, self.computed, self.generated = SCALES[parameters.scale], 0., [], {}
         self.manifest = self._manifest()
 
     def path(self, *parts) -> Path: return self.folder.joinpath(*parts)
+
+    def spec(self, capability: str) -> str: return str(self.generated.get(capability, capability))     # as `environments_of` takes it
 
     def _manifest(self):
         "The manifest on disk, or a new one; other parameters than those on disk are refused."
@@ -83,11 +86,12 @@ def peak_memory() -> int:
 
 # %% ../nbs/00_pipeline.ipynb #4ef4e5e7
 def stage(self, name: str, function,
-          after: list | None = None): # stages that it rests on; default: all before it
+          after: list | None = None, # stages that it rests on; default: all before it
+          given: str = ""): # what it reads that neither parameters nor stages decide
     "Do a stage unless its record is there; the record holds key, seconds and what `function` returned."
     if after is not None: self.computed = list(after)
     before = "".join(r["key"] for r in self.manifest["stages"].values() if r["name"] in self.computed)
-    key = hashlib.sha256(json.dumps([name, asdict(self.parameters), asdict(self.scale), before]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([name, asdict(self.parameters), asdict(self.scale), before, *([given] if given else [])]).encode()).hexdigest()[:16]
     self.computed.append(name)
     done = self.manifest["stages"].get(name)
     if done and done["key"] == key:
@@ -139,9 +143,8 @@ def play_tasks(run, policy, tasks, method: str, trials: int, adapters=None, save
 def play_held_out(run, policy, capability, adapter=None):
     "One rollout of each held-out seed of a capability's environments."
     from trace_nb.core.rollout import derived_seed, rollout
-    from trace_nb.synthesize.capabilities import environments
-    from trace_nb.train.grpo import FIRST_HELD_OUT_SEED
-    classes, n = environments(capability), run.scale.held_out
+    from trace_nb.train.tasks import FIRST_HELD_OUT_SEED, environments_of
+    classes, n = environments_of(run.spec(capability)), run.scale.held_out
     seeds = [FIRST_HELD_OUT_SEED + 1000 * run.parameters.seed + i for i in range(n)]
     trajectories = rollout(policy, [classes[i % len(classes)] for i in range(n)], seeds, adapters=[adapter] * n, seed=derived_seed(run.parameters.seed, "held out", capability))
     run.spend(trajectories)
@@ -173,20 +176,64 @@ def diagnosed(run, played: str, suffix: str = "") -> list[str]:
     write_json(result, run.path(f"capabilities{suffix}.json"))
     return [c["name"] for c in result["capabilities"] if c["selected"]]
 
-# %% ../nbs/00_pipeline.ipynb #446cabf4
-def stage_synthesize(run, selected):
+# %% ../nbs/00_pipeline.ipynb #bab44f03
+def built_in(target: str) -> tuple[dict, set]: # capability -> classes; the target's domains
+    "The capabilities that have environments of ours for a target."
     from trace_nb.synthesize.capabilities import ALL_ENVIRONMENTS
     from trace_nb.targets.desk import load_tasks
-    from trace_nb.train.gate import halves
-    policy, facts, domains = load_agent(run), {}, {t.domain for t in load_tasks(run.parameters.target)}
-    known = {c: classes for c, classes in ALL_ENVIRONMENTS.items() if {k.domain for k in classes} <= domains}
+    domains = {t.domain for t in load_tasks(target)}
+    return {c: classes for c, classes in ALL_ENVIRONMENTS.items() if {k.domain for k in classes} <= domains}, domains
+
+def stage_synthesize(run, selected):
+    known, policy, facts = built_in(run.parameters.target)[0], load_agent(run), {}
     for capability in (c for c in selected if c in known):
-        played = play_held_out(run, policy, capability)
-        write_trajectories(played, run.path("trajectories", f"held_out_base_{capability}.jsonl"))
-        facts[capability] = {"classes": [c.__name__ for c in known[capability]], "base_success": sum(t.success for t in played) / len(played), **halves(played)}
+        facts[capability] = base_facts(run, policy, capability)
         write_json(facts[capability], run.path("environments", f"{capability}.json"))
-    for capability in (c for c in selected if c not in known): run.say(f"no environment for {capability} in {run.parameters.target} yet: not trained", force=True)
+    for capability in (c for c in selected if c not in known and c not in run.generated):
+        run.say(f"no environment for {capability} in {run.parameters.target} yet: not trained. Have one written: trace-nb generate {run.path('capabilities.json')} --out {run.path('environments')}", force=True)
     return facts
+
+def base_facts(run, policy, capability) -> dict:
+    "What the base achieves in a capability's environments, on the gate's seeds."
+    from trace_nb.train.gate import halves
+    from trace_nb.train.tasks import environments_of
+    played = play_held_out(run, policy, capability)
+    write_trajectories(played, run.path("trajectories", f"held_out_base_{capability}.jsonl"))
+    return {"classes": [c.__name__ for c in environments_of(run.spec(capability))], "base_success": sum(t.success for t in played) / len(played), **halves(played)}
+
+# %% ../nbs/00_pipeline.ipynb #668d716c
+def usable(run, files) -> dict: # capability -> class file
+    "Accepted environments of the target's domains for capabilities that have none built in; what is left aside is said."
+    from trace_nb.synthesize.generator import accepted
+    found, (known, domains) = {}, built_in(run.parameters.target) if files else ({}, set())
+    for file in files:
+        record = accepted(file); capability = record["capability"]
+        if capability not in known and record["domain"] in domains: found[capability] = file; continue
+        why = "it has environments built in" if capability in known else f"it is for {record['domain']}, the target is {run.parameters.target}"
+        run.say(f"{file} is left aside: {why}", force=True)
+    return found
+
+def adopted(run, files=()) -> dict: # capability -> class file in the run folder
+    "The run's generated environments, after `files` were copied there."
+    from trace_nb.core.trajectory import writing
+    from trace_nb.synthesize.generator import accepted_in
+    for capability, file in usable(run, files).items():
+        for kind in (".py", ".json"):
+            with writing(run.path("environments", f"{capability}{kind}")) as f: f.write(file.with_suffix(kind).read_bytes().decode())
+    return usable(run, accepted_in(run.path("environments")))
+
+def stage_generated(run, capability):
+    return base_facts(run, load_agent(run), capability)
+
+# %% ../nbs/00_pipeline.ipynb #71f16f07
+def given_environments(folder: str) -> list[Path]:
+    "Class files of the accepted environments in a folder that was named; without one, or without a sandbox, `InputError`."
+    from trace_nb.synthesize.generator import accepted_in
+    from trace_nb.synthesize.sandbox import mechanism
+    if not folder: return []
+    found = accepted_in(folder)
+    if not found: raise InputError(f"{folder}: no accepted environment; write one with `trace-nb generate`")
+    return mechanism() and found
 
 # %% ../nbs/00_pipeline.ipynb #de307db2
 def settings_of(run, steps: int = 0):
@@ -208,23 +255,29 @@ def train_into(run, folder, name: str, steps: int = 0, **options) -> dict:
     return {"first_reward": log[0]["reward"], "last_reward": log[-1]["reward"], "steps": len(log)}
 
 def stage_train(run, capability):
-    try: return train_into(run, run.path("adapters", capability), capability)
+    try: return train_into(run, run.path("adapters", capability), run.spec(capability))
     except InputError as e: return {"refused": str(e)}      # the pre-flight: nothing to learn from, or a broken environment
 
 # %% ../nbs/00_pipeline.ipynb #b0219e8b
 def stage_gate(run, capability, description):
-    from trace_nb.adapt.library import make_card
-    from trace_nb.synthesize.capabilities import environments
     from trace_nb.targets.desk import load_tasks
-    from trace_nb.train.grpo import accept
+    from trace_nb.train.gate import accept
     policy = load_agent(run, {capability: run.path("adapters", capability)})
     held = play_held_out(run, policy, capability, capability)
     tasks = load_tasks(run.parameters.target, "train")
     train = play_tasks(run, policy, tasks, f"single:{capability}", run.scale.gate_trials, [capability] * len(tasks), save=f"single_{capability}_train")
     before = read_trajectories(run.path("trajectories", f"held_out_base_{capability}.jsonl"))
     verdict = accept(before, held, read_trajectories(run.path("trajectories", "base_train.jsonl")), train)
-    make_card(run.path("adapters", capability), run.parameters.weights, "grpo", environments(capability), settings=settings_of(run), name=capability, description=description, **verdict)
+    write_card(run, run.path("adapters", capability), capability, name=capability, description=description, **verdict)
     return verdict
+
+def write_card(run, folder, capability, parents=(), **said):
+    "The card of an adapter that a run trained; where the environment is no built-in one, with requests to route by."
+    from trace_nb.adapt.library import make_card
+    from trace_nb.adapt.routing import examples
+    from trace_nb.train.tasks import environments_of
+    asked = {"requests": examples(run.spec(capability))} if capability in run.generated else {}
+    make_card(folder, run.parameters.weights, "grpo", environments_of(run.spec(capability)), parents, settings_of(run), **asked, **said)
 
 # %% ../nbs/00_pipeline.ipynb #fcc46af1
 def requests_of(tasks) -> dict: # task id -> text
@@ -236,11 +289,12 @@ def adapters_of(tasks, chosen: dict, known) -> list:
     return [chosen[t.task_id] if chosen[t.task_id] in known else None for t in tasks]
 
 def stage_adapt(run, adapters):
-    from trace_nb.adapt.routing import make_router
+    from trace_nb.adapt.routing import card_examples, make_router
     from trace_nb.core.policy import load_model
     from trace_nb.targets.desk import load_tasks
     model, tokenizer = load_model(run.parameters.weights)
-    router, asked = make_router(model, tokenizer, adapters), {split: requests_of(load_tasks(run.parameters.target, split)) for split in ("train", "test")}
+    known = card_examples({c: read_json(run.path("adapters", c, "capability.json")) for c in adapters})
+    router, asked = make_router(model, tokenizer, adapters, asked=known), {split: requests_of(load_tasks(run.parameters.target, split)) for split in ("train", "test")}
     if router.note: run.say(router.note, force=True)
     choose = lambda router, split: dict(zip(asked[split], router.choose(model, tokenizer, list(asked[split].values()))))
     on_train = choose(router, "train")
@@ -340,7 +394,7 @@ def train_heir(run, number: int, capability: str, heirs: dict) -> dict:
     folders = [run.path("adapters", f) for f in heirs.values()]
     if len(folders) > 1: merge_adapters(folders, start)
     others, seed = [c for c in heirs if c != capability], run.parameters.seed + 1000 * number
-    own, rest = (capability_tasks(c, count, seed + i) if c else [] for i, c in enumerate(([capability], others)))
+    own, rest = (capability_tasks([run.spec(n) for n in c], count, seed + i) if c else [] for i, c in enumerate(([capability], others)))
     made = train_into(run, run.path("adapters", name), name, tasks=[rest[i] if rest and i % 4 == 3 else own[i] for i in range(count)], start=start if len(folders) > 1 else folders[0])
     shutil.rmtree(start, ignore_errors=True)
     return made
@@ -348,8 +402,6 @@ def train_heir(run, number: int, capability: str, heirs: dict) -> dict:
 # %% ../nbs/00_pipeline.ipynb #b424ad3a
 def gate_heir(run, number: int, capability: str, heirs: dict, routing: dict, description: str) -> dict:
     "Hold an heir against the adapter it would replace: on held-out seeds, and in its place on the target's train tasks."
-    from trace_nb.adapt.library import make_card
-    from trace_nb.synthesize.capabilities import environments
     from trace_nb.train.gate import accept
     name, save = f"{capability}_{number}", f"with_{capability}_{number}"
     both = load_agent(run, {n: run.path("adapters", n) for n in (heirs[capability], name)})
@@ -358,8 +410,7 @@ def gate_heir(run, number: int, capability: str, heirs: dict, routing: dict, des
     train = [read_trajectories(run.path("trajectories", f"{f}_train.jsonl")) for f in (f"before_{number}", save)]
     ways = accept(*held, *train, level=.025), accept(*train, *held, level=.025)      # better on its seeds and not worse in its place, or the other way round
     verdict = ways[0] | {"accepted": any(w["accepted"] for w in ways), "reason": "" if any(w["accepted"] for w in ways) else ways[0]["reason"]}
-    make_card(run.path("adapters", name), run.parameters.weights, "grpo", environments(capability), [run.path("adapters", f) for f in heirs.values()], settings_of(run),
-              name=name, capability=capability, description=description, **verdict)
+    write_card(run, run.path("adapters", name), capability, [run.path("adapters", f) for f in heirs.values()], name=name, capability=capability, description=description, **verdict)
     if verdict["accepted"]:
         old = run.path("adapters", heirs[capability], "capability.json")
         write_json({**read_json(old), "superseded_by": name}, old)
@@ -386,7 +437,8 @@ def run_stages(run, rounds: int = 1) -> dict:
     selected = run.stage("diagnose", stage_diagnose)
     described = {c["name"]: c["description"] for c in read_json(run.path("capabilities.json"))["capabilities"]}
     trainable, adapters, judged = list(run.stage("synthesize", lambda r: stage_synthesize(r, selected))), {}, []
-    for capability in trainable:
+    for capability in trainable + [c for c in selected if c in run.generated]:
+        if capability in run.generated: run.stage(f"synthesize {capability}", lambda r: stage_generated(r, capability), given=run.generated[capability].read_text())
         trained = run.stage(f"train {capability}", lambda r: stage_train(r, capability))
         if "refused" in trained:
             run.say(f"{capability}: not trained, {trained['refused']}", force=True)
@@ -406,12 +458,16 @@ def run_stages(run, rounds: int = 1) -> dict:
     return {"trainable": {c: described[c] for c in judged}, "adapters": adapters, "routing": routing}
 
 # %% ../nbs/00_pipeline.ipynb #c43af865
-def run_loop(folder, parameters: Parameters = Parameters(), log=print, rounds: int = 1) -> dict:
+def run_loop(folder, parameters: Parameters = Parameters(), log=print, rounds: int = 1,
+             environments: str = "" # folder of accepted generated environments, besides those in the run folder
+            ) -> dict:
     "The whole TRACE loop in a run folder; returns the content of result.json. A finished run may be given further rounds."
     check_parameters(parameters)
     if rounds < 1: raise InputError(f"--rounds is {rounds}; it must be at least 1")
+    given = given_environments(environments)
     with only_one(Path(folder)):
         run = Run(folder, parameters, log)
+        run.generated = adopted(run, given)
         run_stages(run, rounds)
         from trace_nb.evaluate.report import write_report
         write_report(run.folder)
@@ -503,10 +559,11 @@ def run_model(folder) -> str:
 
 def _router_of(folder):
     "Model, tokenizer and router of a finished run."
-    from trace_nb.adapt.routing import make_router
+    from trace_nb.adapt.routing import card_examples, make_router
     from trace_nb.core.policy import load_model
     model, tokenizer = load_model(run_model(folder))
-    return model, tokenizer, make_router(model, tokenizer, accepted_adapters(folder))
+    known = card_examples({c.get("capability", c["name"]): c for _, c in _cards(folder)})
+    return model, tokenizer, make_router(model, tokenizer, accepted_adapters(folder), asked=known)
 
 # %% ../nbs/00_pipeline.ipynb #097e599e
 def route_request(folder, request: str) -> str:
@@ -528,15 +585,19 @@ def train_alone(capability, model, out, preset: str, changes: dict, log=print, *
     from trace_nb.core.policy import load_model
     from trace_nb.core.ranks import leads
     from trace_nb.adapt.library import make_card
+    from trace_nb.adapt.routing import examples
+    from trace_nb.synthesize.capabilities import ALL_ENVIRONMENTS
     from trace_nb.train.grpo import PRESETS, default_settings, train_adapter
     from trace_nb.train.tasks import adapter_name, environments_of
-    environments_of(capability)
+    classes = environments_of(capability)
     if preset not in PRESETS: raise InputError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     out = Path(out or f"adapters/{adapter_name(capability)}")
     if out.exists() and not (out/"checkpoint.pt").exists(): raise InputError(f"{out} exists already; nothing was changed. Choose another --out")
+    model = weights_of(model, classes[0].domain)
     base, tokenizer = load_model(model)
     settings = default_settings(base, **(PRESETS[preset] | changes))
     train_adapter(base, tokenizer, capability, out, settings, lambda r: log(f"step {r['step']} of {settings.steps}: reward {r['reward']:.3f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}, {r['seconds']:.1f} s" + (f", mismatch {r['mismatch_mean']:.4f} nats" if "mismatch_mean" in r else "")), **options)
     if not leads(): return
-    make_card(out, model, "grpo", environments_of(capability), settings=settings)
+    ours = {c for known in ALL_ENVIRONMENTS.values() for c in known}
+    make_card(out, model, "grpo", classes, settings=settings, **({} if ours.issuperset(classes) else {"requests": examples(classes)}))
     log(f"adapter: {out}; judge it with `trace-nb gate {capability} {out} --model {model}`")

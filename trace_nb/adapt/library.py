@@ -12,12 +12,15 @@ import hashlib, inspect, json, math, os, shutil, tempfile
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from ..core.trajectory import InputError, package_versions, read_json, write_json
+from ..synthesize.sandbox import Worker
 from ..train.adapter import weights_hash
 
-# %% ../../nbs/adapt/02_library.ipynb #ec43fba9
-def base_hash(model: str) -> str: # pocket, a folder, or a Hugging Face id in the local cache
+# %% ../../nbs/adapt/02_library.ipynb #3c0037c3
+def base_hash(model: str) -> str: # pocket, a folder, a .gguf file, or a Hugging Face id in the local cache
     "16 hex digits for the weights and configuration of a base model; a fingerprint, not a seal."
     folder, digest = _model_folder(model), hashlib.sha256()
+    if folder.suffix == ".gguf":            # configuration, tokenizer and weights in one file
+        _add_file(digest, folder); return digest.hexdigest()[:16]
     config = {k: v for k, v in read_json(folder/"config.json").items() if k not in ("transformers_version", "_name_or_path", "use_cache")}
     digest.update(json.dumps(config, sort_keys=True).encode())
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]): _add_file(digest, path)
@@ -34,10 +37,11 @@ def _add_file(digest, path, block=1 << 16, blocks=1024):
 
 # %% ../../nbs/adapt/02_library.ipynb #2181d7ab
 def _model_folder(model) -> Path:
+    "Where a base lies: its folder, or its .gguf file."
     from huggingface_hub import try_to_load_from_cache
     from trace_nb.core.policy import model_path
     path = model_path(model)
-    if Path(path).is_dir(): return Path(path)
+    if Path(path).exists(): return Path(path)
     found = try_to_load_from_cache(path, "config.json")
     if not isinstance(found, str): raise InputError(f"{model}: no local copy of this base, so its hash is unknown; load the model once")
     return Path(found).parent
@@ -57,8 +61,9 @@ def environment_hash(cls: type) -> str:
 
 # %% ../../nbs/adapt/02_library.ipynb #a08accc7
 def _source(value):
-    "The text of a function or a plain value; what has neither counts by its type."
+    "The text of a function, a plain value, or what a sandbox's worker runs; anything else counts by its type."
     value = getattr(value, "__func__", value)
+    if isinstance(value, Worker): return value.source
     if isinstance(value, (str, int, float, tuple, list, dict, type(None))): return repr(value)
     try: return inspect.getsource(value)
     except (OSError, TypeError): return type(value).__name__
@@ -80,7 +85,7 @@ def make_card(folder, # adapter folder; the card is written there
               classes=(), # environments that it was trained in
               parents=(), # folders of the adapters that it was made from
               settings=None, # dataclass or dict
-              **said) -> dict: # name, description, accepted, reason, metrics
+              **said) -> dict: # name, description, accepted, reason, metrics, requests (to route by, where no built-in environment has any)
     "Write capability.json: what the adapter is, where it comes from, and the hashes that hold it to that."
     folder = Path(folder); config = readable(folder)
     card = {"name": folder.resolve().name, "description": "", "accepted": None, "reason": "not judged yet", "metrics": {}, **(read_card(folder) if (folder/"capability.json").exists() else {}), **said}
@@ -97,7 +102,7 @@ def _parent(folder): return {"name": read_card(folder)["name"] if (Path(folder)/
 # %% ../../nbs/adapt/02_library.ipynb #09a9e952
 def _base(model, parents, config, before):
     "Name and hash of the base: the one given, the card's, or the parents'; nothing is claimed that is not known."
-    if model: return {"name": Path(model).name if Path(model).is_dir() else model, "sha256": base_hash(model)}
+    if model: return {"name": Path(model).name if Path(model).exists() else model, "sha256": base_hash(model)}
     inherited = [before, *(read_card(p).get("base") for p in parents if (Path(p)/"capability.json").exists())]
     return next((b for b in inherited if b and b.get("sha256")), {"name": Path(config.get("base_model_name_or_path") or "").name, "sha256": None})
 
@@ -115,7 +120,7 @@ def read_card(folder) -> dict:
     path = Path(folder)/"capability.json"
     if not path.is_file(): raise InputError(f"{folder}: no capability.json; `make_card` writes one")
     card = read_json(path)
-    for key, kind in (("name", str), ("description", str), ("metrics", dict), ("reason", str), ("base", dict), ("parents", list), ("weights_sha256", str)):
+    for key, kind in (("name", str), ("description", str), ("metrics", dict), ("reason", str), ("base", dict), ("parents", list), ("weights_sha256", str), ("requests", list)):
         if not isinstance(card, dict) or not isinstance(card.get(key, kind()), kind): raise InputError(f"{path}: not a card ({key} is no {kind.__name__}); write it again with `make_card`")
     if not card.get("name"): raise InputError(f"{path}: not a card (no name); write it again with `make_card`")
     return card

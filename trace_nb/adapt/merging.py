@@ -7,8 +7,8 @@ __all__ = ['RTOL', 'METHODS', 'DENSITY', 'PLAIN', 'inner', 'side_by_side', 'thin
            'tsv_merge', 'isotropic', 'cut', 'trimmed', 'elected', 'dropped', 'low_rank', 'merge_layer', 'read_adapter',
            'appearing', 'write_adapter', 'merge_adapters', 'one_base', 'same_shapes', 'difference', 'top_p', 'compose']
 
-# %% ../../nbs/adapt/01_merging.ipynb #e71f531d
-import json, math, os, shutil, tempfile
+# %% ../../nbs/adapt/01_merging.ipynb #9dec61fa
+import math, os, shutil, tempfile
 from contextlib import contextmanager
 from pathlib import Path
 import torch

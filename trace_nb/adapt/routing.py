@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['BASE', 'LETTERS', 'CONTENT_FREE', 'FIRST_EXAMPLE_SEED', 'ROUTERS', 'LEARNED', 'label_ids', 'label_prompt',
-           'letter_scores', 'last_logps', 'calibrated_letter_scores', 'channel_scores', 'examples', 'base_examples',
-           'grams', 'TFIDF', 'weigh', 'centroid_scores', 'letters', 'letters_calibrated', 'channel', 'channel_centred',
-           'tfidf', 'states', 'gate', 'gated', 'shortlisted', 'Router', 'scores', 'example_scores',
+           'letter_scores', 'last_logps', 'calibrated_letter_scores', 'channel_scores', 'examples', 'card_examples',
+           'base_examples', 'grams', 'TFIDF', 'weigh', 'centroid_scores', 'letters', 'letters_calibrated', 'channel',
+           'channel_centred', 'tfidf', 'states', 'gate', 'gated', 'shortlisted', 'Router', 'scores', 'example_scores',
            'fitted_temperature', 'measure', 'make_router', 'composition_weights', 'composed_adapters', 'best_router']
 
 # %% ../../nbs/adapt/00_routing.ipynb #54ba4806
@@ -18,7 +18,8 @@ from ..core.decoder import bare
 from ..core.environment import Episode
 from ..core.policy import ChatText
 from ..core.trajectory import InputError
-from ..synthesize.capabilities import ALL_ENVIRONMENTS, environments
+from ..synthesize.capabilities import ALL_ENVIRONMENTS
+from ..train.tasks import environments_of
 
 # %% ../../nbs/adapt/00_routing.ipynb #6de84252
 BASE = "Answer a plain question that needs no special skill."   # description of the base option
@@ -101,10 +102,17 @@ def _token_logps(head, hidden, ids): return torch.log_softmax(head(hidden).float
 # %% ../../nbs/adapt/00_routing.ipynb #e0028965
 FIRST_EXAMPLE_SEED = 3_000_000
 
-def examples(capability: str, n: int = 24) -> list[str]:
+def examples(capability, # what `environments_of` takes
+             n: int = 24) -> list[str]:
     "Requests that need a capability: openings of its training environments."
-    classes = environments(capability)
+    classes = environments_of(capability)
     return [Episode(classes[i % len(classes)], FIRST_EXAMPLE_SEED + i).messages[1]["content"] for i in range(n)]
+
+# %% ../../nbs/adapt/00_routing.ipynb #ac60e4e0
+def card_examples(cards: dict, # capability -> its adapter's card
+                  n: int = 24) -> list[tuple]: # (request, capability)
+    "Examples for a router: the requests that a card keeps, else the openings of the capability's environments."
+    return [(r, c) for c, card in cards.items() for r in (card.get("requests") or examples(c, n))[:n]]
 
 # %% ../../nbs/adapt/00_routing.ipynb #4430391f
 def base_examples(capabilities, n: int = 24) -> list[str]:

@@ -9,7 +9,7 @@ __all__ = ['ROLES', 'Refused', 'Asked', 'read_request', 'Engine', 'keep_last', '
 # %% ../../nbs/adapt/05_serve.ipynb #56c0e061
 import asyncio, hashlib, hmac, ipaddress, json, os, queue, secrets, socket, threading, time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ..core.policy import Conversation, Local, load_model, with_adapters
 from ..core.trajectory import InputError, content_text
 
@@ -413,6 +413,13 @@ def _engine(found, model, upstream, upstream_model, make):
     "What answers: this process, or the server behind."
     loaded, tokenizer = load_model(model)
     folders, descriptions = {n: f for n, (f, _) in found.items()}, {n: d for n, (_, d) in found.items()}
-    choose = chooser(loaded, tokenizer, descriptions, make)
+    choose = chooser(loaded, tokenizer, descriptions, make or _by_cards(folders))
     if upstream: return Upstream(upstream, upstream_model or model, choose, found, model)
     return Engine(Local(with_adapters(loaded, folders), tokenizer, name=model), choose, found, model)
+
+def _by_cards(folders):
+    "The usual router; an adapter of an environment that is not built in brings its example requests on its card."
+    from trace_nb.adapt.library import read_card
+    from trace_nb.adapt.routing import card_examples, make_router
+    cards = {n: read_card(f) if (f/"capability.json").is_file() else {} for n, f in folders.items()}
+    return lambda model, tokenizer, descriptions: make_router(model, tokenizer, descriptions, asked=card_examples(cards))

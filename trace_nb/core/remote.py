@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['TOO_LONG', 'to_openai', 'message_of', 'Remote']
 
-# %% ../../nbs/core/07_remote.ipynb #a52686ec
+# %% ../../nbs/core/07_remote.ipynb #74bd2686
 import json, re, sys
-from .endpoint import Answer, Down, Endpoint, Unanswered, ledger_text
+from .endpoint import Answer, Down, Endpoint, Unanswered
 from .environment import tool_schemas
 from .policy import parse_message, with_calls
 from .rollout import derived_seed

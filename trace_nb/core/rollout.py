@@ -6,7 +6,7 @@
 __all__ = ['play', 'derived_seed', 'rollout', 'begin']
 
 # %% ../../nbs/core/05_rollout.ipynb #d7409865
-import hashlib, time
+import hashlib
 from .environment import Episode, finish
 from .policy import Conversation
 from .trajectory import Trajectory, trajectory_id

@@ -15,7 +15,7 @@ from ..core.statistics import holm, mcnemar, paired_interval, paired_permutation
 
 # %% ../../nbs/evaluate/00_evaluate.ipynb #6e6a07ab
 FRAME = ["method", "target", "domain", "split", "task_id", "trial", "reward", "success", "termination", "environment"]
-FAULTS = ("environment_error", "user_error") # the infrastructure's, not the agent's
+FAULTS = ("policy_error", "environment_error", "user_error") # the infrastructure's, not the agent's: no answer, a broken world, a broken user
 
 # %% ../../nbs/evaluate/00_evaluate.ipynb #4b21735e
 def _domain(trajectory):
@@ -143,12 +143,13 @@ def _block(part, target, split, baseline, seed):
 def results_table(frame: pd.DataFrame,  # evaluation frames of any number of methods
                   baseline: str="base", # the method that the others are compared with
                   seed: int=0           # of the resampling and the sign flips
-                 ) -> pd.DataFrame:     # one row a (method, target, split); `.attrs["excluded"]` counts trials left out
+                 ) -> pd.DataFrame:     # one row a (method, target, split); `.attrs` counts trials left out: `excluded`, and by cause `left_out`
     "Rates with task-clustered intervals, paired tests against the baseline, their Holm adjustment, pass^k and pass@k."
     rows = [row for (split, target), part in _parts(frame[is_scored(frame)]) for row in _block(part, target, split, baseline, seed)]
     table = pd.DataFrame(rows, columns=COLUMNS).astype({"p_vs_base": object, "p_holm": object})
     for p in ("p_vs_base", "p_holm"): table[p] = table[p].where(table[p].notna(), None)
-    table.attrs["excluded"] = int((~is_scored(frame)).sum())
+    left = frame.termination.where(frame.termination.isin(FAULTS), "no verdict")[~is_scored(frame)]
+    table.attrs |= {"excluded": len(left), "left_out": left.value_counts(sort=False).to_dict()}
     return table
 
 # %% ../../nbs/evaluate/00_evaluate.ipynb #a07bc486
@@ -179,7 +180,8 @@ def format_table(table: pd.DataFrame) -> str: # plain text, one block for each t
     lines = _aligned([head, *map(_line, table.itertuples())])
     for (target, split), rows in table.reset_index(drop=True).groupby(["target", "split"], sort=False):
         blocks.append("\n".join([f"{target}, {split}", lines[0], *(lines[i + 1] for i in rows.index)]))
-    if table.attrs.get("excluded"): blocks.append(f"{table.attrs['excluded']} trials left out: they ended in a fault of the environment or the user, or have no verdict.")
+    causes = ", ".join(f"{n} {cause.replace('_', ' ')}" for cause, n in table.attrs.get("left_out", {}).items())
+    if causes: blocks.append(f"{table.attrs['excluded']} trials left out of the rates, since they say nothing about the agent: {causes}.")
     return "\n\n".join(blocks)
 
 # %% ../../nbs/evaluate/00_evaluate.ipynb #b4e18597

@@ -81,7 +81,7 @@ def plot_training_curve(log: pd.DataFrame, # one capability's log: step, reward,
         if name not in log or log[name].isna().all(): continue
         smooth = _smooth(log[name])
         ax.plot(log.step, log[name], color=color, alpha=.25, linewidth=1)
-        ax.plot(log.step, smooth, color=color, linewidth=2)
+        ax.plot(log.step, smooth, color=color, linewidth=2, marker="o" if smooth.count() == 1 else None)    # one point makes no line
         ends.append((smooth.dropna().iloc[-1], name, color))
     _name_ends(ax, log.step.max(), ends)
     return _training_axis(ax)

@@ -8,7 +8,7 @@ __all__ = ['STAGES', 'STAGE_OF', 'ledger_record', 'charge', 'total_rollouts', 't
            'equal_budget']
 
 # %% ../../nbs/evaluate/05_ledger.ipynb #f34cf229
-import json, math, os, sys, time
+import json, os, sys, time
 from contextlib import contextmanager
 from pathlib import Path
 from ..core.trajectory import InputError, read_json

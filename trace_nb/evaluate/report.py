@@ -13,7 +13,7 @@ from fastcore.xml import A, B, Body, Code, Details, Div, Figcaption, Figure, Foo
 from ..core.trajectory import InputError, Trajectory, iter_trajectories, read_json, writing
 from ..core.statistics import holm
 from . import figures
-from .evaluate import excluded_trials, format_p
+from .evaluate import FAULTS, excluded_trials, format_p
 
 # %% ../../nbs/evaluate/03_report.ipynb #8d454e53
 def _text(content) -> str:
@@ -49,9 +49,9 @@ def _turn(message, results, answered):
     if role == "system": return Div(Details(Summary(Span("system", cls="role"), Span(_short(text, 80), cls="quiet")), Pre(text)), cls="turn system")
     return Div(Span(role, cls="role"), Div(P(text, cls="said") if text else None, *made, cls="content"), cls=f"turn {role}")
 
-# %% ../../nbs/evaluate/03_report.ipynb #04368901
+# %% ../../nbs/evaluate/03_report.ipynb #34d5cc53
 def _verdict(trajectory):
-    if trajectory.termination in ("environment_error", "user_error"): return Span(trajectory.termination.replace("_", " "), cls="badge quiet")
+    if trajectory.termination in FAULTS: return Span(trajectory.termination.replace("_", " "), cls="badge quiet")
     if trajectory.success is None: return Span("no verdict", cls="badge quiet")
     return Span("solved", cls="badge good") if trajectory.success else Span("failed", cls="badge bad")
 

@@ -7,11 +7,13 @@ __all__ = ['NAMES', 'BUILTINS', 'ATTRIBUTES', 'STATEMENTS', 'EXAMPLE', 'CONVENTI
            'visit_ImportFrom', 'visit_Attribute', 'visit_Name', 'check_name', 'visit_Call', 'visit_FunctionDef',
            'visit_ClassDef', 'visit_MatchClass', 'visit_arg', 'lint', 'environment_name', 'world', 'request', 'code_of',
            'named', 'judge', 'contract', 'named_failures', 'battery', 'complaint', 'attempts', 'provenance', 'keep',
-           'generated', 'capabilities_in', 'shown', 'domain_of', 'generate']
+           'accepted', 'generated', 'accepted_in', 'generated_file', 'capabilities_in', 'shown', 'domain_of',
+           'generate']
 
 # %% ../../nbs/synthesize/04_generator.ipynb #9cb00538
 import ast, builtins, hashlib, json, re
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from ..core.endpoint import Budget, Endpoint, ledger_text
 from ..core.environment import call_tool, contract_faults, replay
@@ -275,10 +277,10 @@ def named_failures(report) -> list[dict]:
 
 # %% ../../nbs/synthesize/04_generator.ipynb #7b89acb8
 def battery(environment_class, policy=None, # for base success, training signal and truncation
-            seeds=range(100)) -> dict: # as `check_environment` gives it
+            seeds=range(100), **options) -> dict: # options of `check_environment`; the same result
     "Every check on a sandboxed class."
     from trace_nb.synthesize import sanity
-    report = sanity.check_environment(environment_class, policy, seeds)
+    report = sanity.check_environment(environment_class, policy, seeds, **options)
     if not report["passed"]: return report
     again = {"determinism": lambda: _determinism(environment_class, list(seeds)[:20]), "bounds": lambda: _bounds(environment_class, list(seeds)[:20])}
     for c in report["checks"]:
@@ -349,14 +351,58 @@ def keep(record: dict, out) -> Path: # the file that says what happened
     write_json(record, folder/f"{name}.json")
     return folder/f"{name}.py"
 
+# %% ../../nbs/synthesize/04_generator.ipynb #036d058e
+def accepted(path # the class file or its provenance
+            ) -> dict: # the provenance
+    "Where an accepted environment comes from; its class file must be the version that was accepted."
+    file = Path(path).with_suffix(".py")
+    record = read_json(file.with_suffix(".json"))
+    if not isinstance(record, dict) or not record.get("accepted"): raise InputError(f"{path}: no accepted environment; write one with `trace-nb generate`")
+    try: known = {n: str(record[n]) for n in ("capability", "domain", "class_name")} | {"source": record["attempts"][-1]["source"].encode(errors="backslashreplace")}
+    except (KeyError, TypeError, IndexError, AttributeError): raise InputError(f"{file.with_suffix('.json')}: not the provenance of an environment; generate it again") from None
+    try: there = file.read_bytes()
+    except OSError as e: raise InputError(f"{file}: cannot be loaded ({e.strerror}); generate it again") from None
+    if there != known["source"]: raise InputError(f"{file}: not the version that was accepted; put that one back, or generate it again")
+    return record
+
 # %% ../../nbs/synthesize/04_generator.ipynb #ad8199ee
+@lru_cache(64)
+def _in_sandbox(source, name): return sandboxed(source, name)
+
 def generated(path # the class file or its provenance
              ) -> type:
-    "The environment class of an accepted environment."
-    record = read_json(Path(path).with_suffix(".json"))
-    if not isinstance(record, dict) or not record.get("accepted"): raise InputError(f"{path}: no accepted environment; write one with `trace-nb generate`")
-    try: return sandboxed(Path(path).with_suffix(".py").read_text(encoding="utf-8"), record["class_name"])
-    except (OSError, EnvironmentFault) as e: raise InputError(f"{path}: cannot be loaded ({' '.join(str(e).split())}); generate it again") from None
+    "The environment class of an accepted environment; the same version has one worker."
+    record = accepted(path)
+    try: return _in_sandbox(record["attempts"][-1]["source"], record["class_name"])
+    except EnvironmentFault as e: raise InputError(f"{path}: cannot be loaded ({' '.join(str(e).split())}); generate it again") from None
+
+# %% ../../nbs/synthesize/04_generator.ipynb #87111105
+def accepted_in(folder) -> list[Path]:
+    "Class files of the accepted environments in a folder, or in the environments of a run."
+    folder = Path(folder)
+    places = folder/"environments" if (folder/"environments").is_dir() else folder
+    return [f for f in sorted(places.glob("*.py")) if _is_generated(f) and accepted(f)]
+
+def _is_generated(file) -> bool:
+    "Whether a provenance stands beside a class file."
+    if not file.with_suffix(".json").is_file(): return False
+    record = read_json(file.with_suffix(".json"))
+    return isinstance(record, dict) and "accepted" in record and "attempts" in record
+
+# %% ../../nbs/synthesize/04_generator.ipynb #73941788
+def generated_file(spec: str) -> Path | None:
+    "The class file of the generated environment that is meant; None where something else is."
+    path, _, name = str(spec).partition(".py:") if ".py:" in str(spec) else (str(spec), "", "")
+    file = Path(path + ".py" if name else path)
+    if file.is_dir(): return _only(file, accepted_in(file))
+    if file.suffix == ".json": accepted(file)
+    elif file.suffix != ".py" or not _is_generated(file): return None
+    if name and name != accepted(file)["class_name"]: raise InputError(f"{file}: the accepted class is {accepted(file)['class_name']}, not {name}; give {file}")
+    return file.with_suffix(".py")
+
+def _only(folder, files):
+    if len(files) > 1: raise InputError(f"{folder} holds {len(files)} accepted environments; name one: {', '.join(map(str, files))}")
+    return files[0] if files else None
 
 # %% ../../nbs/synthesize/04_generator.ipynb #4aa2b34f
 def capabilities_in(path) -> list[dict]:
@@ -409,5 +455,5 @@ def _generate_one(capability, endpoint, out, domain, examples, repairs, check, p
     made = attempts(endpoint, messages, judged, repairs)
     record = provenance(capability, domain, made, endpoint, messages)
     file = keep(record, out)
-    if record["accepted"]: return f"{name}: {record['class_name']} accepted at version {len(made)}, in {file}"
+    if record["accepted"]: return f"{name}: {record['class_name']} accepted at version {len(made)}, in {file}; train on it with `trace-nb train {file}`"
     return f"{name}: rejected after {len(made)} versions, last for {', '.join(dict.fromkeys(f['name'] for f in made[-1]['faults']))}; the reasons are in {file}"

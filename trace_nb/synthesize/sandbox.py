@@ -9,8 +9,8 @@ __all__ = ['SYSTEM_CALLS', 'SOURCE_NAME', 'ANSWERS', 'ATTRIBUTES', 'METHODS', 'M
            'worker_command', 'spawned', 'Worker', 'start', 'ask', 'open_doors', 'self_test', 'mechanism', 'checked',
            'Sandboxed', 'same_exception', 'type_from', 'class_members', 'sandboxed', 'in_another_worker']
 
-# %% ../../nbs/synthesize/03_sandbox.ipynb #4e3a7708
-import ast, builtins, ctypes, errno, inspect, io, itertools, json, math, os, select, struct, sys, threading, time, types, typing
+# %% ../../nbs/synthesize/03_sandbox.ipynb #3e741bd1
+import ast, builtins, ctypes, errno, inspect, io, itertools, json, os, select, struct, sys, threading, time, types, typing
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -382,7 +382,7 @@ def checked(operation: str, value):
     if not isinstance(value, KINDS[operation]): raise EnvironmentFault(f"{operation} gave {json.dumps(value)[:80]}")
     text = json.dumps(value) if operation == "call" and not isinstance(value, str) else value
     if isinstance(text, str) and len(text) > LONGEST_TEXT: return f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)"
-    if operation == "reward" and not math.isfinite(value): raise EnvironmentFault(f"reward gave {value}")
+    if operation == "reward" and not 0 <= value <= 1: raise EnvironmentFault(f"reward gave {value}, not a number in [0, 1]")
     if operation == "oracle" and not all(map(_is_step, value)): raise EnvironmentFault("oracle gave steps that are neither words nor {name, arguments}")
     return value
 

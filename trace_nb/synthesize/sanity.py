@@ -810,7 +810,7 @@ def _rollouts(environment_class, policy, seeds, group_size, seed):
     return functools.cache(lambda: rollout(policy, environment_class, seeds, group_size=group_size, seed=seed))
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #b8e8c26b
-def check_environment(environment, # a class, a name, or file.py:Class, whose code runs in a process of its own
+def check_environment(environment, # a class, a name, file.py:Class, whose code runs in a process of its own, or an accepted generated one, which runs in the sandbox
                       policy=None, # a policy or its name, for the last three checks
                       seeds=range(200), # the tasks; costly checks take the first 20 or 50
                       tasks: int = 64, # seeds that the policy plays
@@ -820,6 +820,8 @@ def check_environment(environment, # a class, a name, or file.py:Class, whose co
                      ) -> dict: # {"environment", "passed", "checks": [{"name", "value", "threshold", "passed", "detail"}]}
     "Run every check on one environment."
     if not seeds: raise InputError("no seeds to check; give at least one")
+    from trace_nb.synthesize.generator import battery, generated, generated_file
+    if isinstance(environment, str) and (file := generated_file(environment)): return battery(generated(file), policy, seeds, tasks=tasks, group_size=group_size, seed=seed, seconds=seconds)
     options = policy, list(seeds), tasks, group_size, seed, seconds
     if isinstance(environment, str) and ":" in environment: name, found = environment, _in_process(environment, *options)
     else:
@@ -900,12 +902,14 @@ def load_class(address: str, # file.py:Class
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #09d899dc
 def _check_file(address):
-    "A readable Python file and a name."
+    "A readable Python file of the user's own and a name."
+    from trace_nb.synthesize.generator import generated_file
     file, _, name = address.rpartition(":")
     if not name: raise InputError(f"{address!r} names no class; give file.py:Class")
     names = ", ".join(c.__name__ for classes in ENVIRONMENTS.values() for c in classes)
     if not Path(file).is_file(): raise InputError(f"{file}: no such file; give a name ({names}) or file.py:Class")
     if not file.endswith(".py"): raise InputError(f"{file}: not a Python file; give file.py:Class")
+    if generated_file(address): raise InputError(f"{file}: a model wrote it, so it runs in the sandbox alone; give {file}")
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #47fc014c
 def _module_of(file):
@@ -946,15 +950,17 @@ def _unreached(found, done):
     return [_record(n, None, None if i else False, f"skipped: {left[0]} ended the process" if i else how) for i, n in enumerate(left)]
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #0ca54f4c
-def check(name: str, # an environment, a capability, or file.py:Class
+def check(name: str, # an environment, a capability, file.py:Class, or an accepted generated environment (its file or folder)
           policy: str = "", # for the last three checks
           json: str = "", # write the result here
           seed: int = 0 # of the policy's sampling
          ) -> tuple[str, int]: # text, exit code
     "Check one environment, or all of a capability."
-    if json and same_file(writable(json), name.rpartition(":")[0]): raise InputError(f"{json}: would overwrite the environment; give another --json")
-    targets = [name] if ":" in name or name.endswith(".py") else environments(name)
-    if name.endswith(".py"): raise InputError(f"{name}: which class? give {name}:Class")
+    from trace_nb.synthesize.generator import generated_file
+    made = generated_file(name)
+    if json and any(same_file(writable(json), f) for f in ([made, made.with_suffix(".json")] if made else [name.rpartition(":")[0]])): raise InputError(f"{json}: would overwrite the environment; give another --json")
+    targets = [name] if made or ":" in name or name.endswith(".py") else environments(name)
+    if name.endswith(".py") and not made: raise InputError(f"{name}: which class? give {name}:Class")
     results = [check_environment(t, policy or None, seed=seed) for t in targets]
     if json: write_json(results[0] if len(results) == 1 else {"rows": results}, json)
     return "\n\n".join(map(check_table, results)), int(not all(r["passed"] for r in results))

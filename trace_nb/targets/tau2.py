@@ -166,7 +166,7 @@ def scenario_of(task) -> Scenario:
     return Scenario(prompt, given.reason_for_call, given.known_info or "", given.task_instructions)
 
 # %% ../../nbs/targets/04_tau2.ipynb #1d532090
-ENDS = {"user_stop": "done", "agent_stop": "done", "max_steps": "max_turns", "too_many_errors": "max_turns", "agent_error": "policy_error", "user_error": "user_error"}
+ENDS = {"user_stop": "done", "agent_stop": "done", "max_steps": "max_turns", "too_many_errors": "max_turns", "agent_error": "done", "user_error": "user_error"}
 
 class Tau2:
     "One task of tau2; `reset(seed)` takes the task's place in its file."

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['VARIABLE', 'VARIANTS', 'NOW', 'LIBRARIES', 'MOST_CALLS', 'GROUP', 'LEAVES', 'SOLUTIONS', 'find_tree', 'tree_sha',
-           'family', 'split_families', 'Stage', 'describe', 'start', 'act', 'hear', 'grade', 'close', 'serve', 'Worker',
-           'seat', 'scenarios', 'ToolSandbox', 'get_reward', 'is_insufficient', 'scenario_class', 'toolsandbox_tasks',
-           'without_insufficient_information']
+           'family', 'split_families', 'stop_clock', 'Stage', 'describe', 'start', 'act', 'hear', 'grade', 'close',
+           'serve', 'Worker', 'seat', 'scenarios', 'ToolSandbox', 'get_reward', 'is_insufficient', 'scenario_class',
+           'toolsandbox_tasks', 'without_insufficient_information']
 
 # %% ../../nbs/targets/05_toolsandbox.ipynb #ad9b48b8
 import atexit, hashlib, json, os, random, re, subprocess, sys, threading, weakref
@@ -53,10 +53,10 @@ def split_families(names, share: float = .6) -> dict[str, str]: # scenario -> tr
 # %% ../../nbs/targets/05_toolsandbox.ipynb #69a7ae4f
 NOW = 1717416000.0   # 2024-06-03 12:00 UTC
 
-def _freeze(ids):
+def stop_clock(ids):
     "Stop the clock and draw uuids from `ids()`, a `random.Random`; for a process of its own only."
     import datetime, time, uuid
-    real, day = datetime.datetime, datetime.date
+    real, day, local, utc = datetime.datetime, datetime.date, time.localtime, time.gmtime
     still = real.fromtimestamp(NOW)
     class Same(type):
         def __instancecheck__(cls, x): return isinstance(x, cls.__mro__[1])
@@ -64,7 +64,8 @@ def _freeze(ids):
         now = classmethod(lambda cls, tz=None: real.fromtimestamp(NOW, tz))
         utcnow = today = classmethod(lambda cls: still)
     class FrozenDay(day, metaclass=Same): today = classmethod(lambda cls: still.date())
-    datetime.datetime, datetime.date, time.time = Frozen, FrozenDay, lambda: NOW
+    datetime.datetime, datetime.date, time.time, time.time_ns = Frozen, FrozenDay, lambda: NOW, lambda: int(NOW * 1e9)
+    time.localtime, time.gmtime = (lambda seconds=None, of=of: of(NOW if seconds is None else seconds) for of in (local, utc))
     uuid.uuid4 = lambda: uuid.UUID(int=ids().getrandbits(128), version=4)
 
 # %% ../../nbs/targets/05_toolsandbox.ipynb #a4972b2d
@@ -77,7 +78,7 @@ class Stage:
         for name in LIBRARIES:
             with contextlib.suppress(ImportError): importlib.import_module(name)
         self.ids, self.episodes = random.Random(0), {}
-        _freeze(lambda: self.ids); random.seed(42)
+        stop_clock(lambda: self.ids); random.seed(42)
         from tool_sandbox.common import execution_context, message_conversion, tool_conversion
         from tool_sandbox.common.tool_discovery import ToolBackend
         from tool_sandbox.roles.base_role import BaseRole

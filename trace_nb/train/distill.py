@@ -121,7 +121,6 @@ def batches(rows, size: int) -> list[list]:
 # %% ../../nbs/train/07_distill.ipynb #2bd5c034
 def compare(tuned, batch, settings: DistillSettings) -> tuple: # loss, {"tokens", "reverse_kl", "drift"}, all sums over played tokens
     "Student against teacher and base on a batch of one capability."
-    import torch
     ids, mask, times = padded(batch, next(tuned.parameters()).device)
     with speaking(tuned, batch[0].capability): teacher = spoken_logps(tuned, ids, mask, settings.temperature)
     with speaking(tuned, None): base = spoken_logps(tuned, ids, mask, settings.temperature)

@@ -85,11 +85,11 @@ def gate_folder(environment: str, folder, model: str = "pocket", target: str = "
                 held_out: int = 96, trials: int = 1, seed: int = 0) -> dict:
     "Judge an adapter on disk and write the verdict into its `capability.json`, beside what stands there."
     from pathlib import Path
-    from trace_nb.core.policy import load_policy
+    from trace_nb.core.policy import load_policy, weights_of
     from trace_nb.core.trajectory import read_json, write_json
     from trace_nb.targets.desk import load_tasks
     if not (Path(folder)/"adapter_config.json").exists(): raise InputError(f"{folder} holds no adapter (no adapter_config.json); make one with `trace-nb train`")
-    environments_of(environment); name, card = adapter_name(environment), Path(folder)/"capability.json"
-    verdict = gate_adapter(load_policy(model, {name: folder}), environment, name, load_tasks(target, "train") if target else (), held_out, trials, seed)
+    name, card, domain = adapter_name(environment), Path(folder)/"capability.json", environments_of(environment)[0].domain
+    verdict = gate_adapter(load_policy(weights_of(model, domain), {name: folder}), environment, name, load_tasks(target, "train") if target else (), held_out, trials, seed)
     write_json({"name": name, "description": "", **(read_json(card) if card.exists() else {}), **verdict}, card)
     return verdict

@@ -5,20 +5,22 @@
 # %% auto #0
 __all__ = ['NO_DATA', 'SEEN', 'JSON_TYPES', 'AWM_FILES', 'KINDS', 'AWM_POLICY', 'LIBRARIES', 'WARM_UP', 'adp_fault',
            'joined_turns', 'inferred_tool', 'adp_tools', 'licence_of', 'ADP', 'adp_files', 'adp_status', 'scenario_key',
-           'awm_files', 'statements', 'Store', 'exchange', 'at_once', 'operations', 'awm_tool', 'application_of',
-           'awm_class', 'Application', 'get_reward', 'library_folders', 'load_libraries', 'LibraryWorker',
-           'awm_environment', 'AWM', 'tasks', 'awm_status']
+           'awm_files', 'statements', 'still', 'Store', 'exchange', 'at_once', 'operations', 'awm_tool',
+           'application_of', 'awm_class', 'Application', 'get_reward', 'library_folders', 'load_libraries',
+           'LibraryWorker', 'awm_environment', 'AWM', 'tasks', 'awm_status']
 
 # %% ../../nbs/train/10_outside_data.ipynb #e4728494
-import importlib.util, json, re, sys
+import datetime, importlib.util, json, re, sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from ..core.rollout import derived_seed
 from ..core.trajectory import InputError
 from ..diagnose.formats import from_adp
 from ..diagnose.logs import json_records
+from ..targets.toolsandbox import NOW, stop_clock
 from ..synthesize.sandbox import EnvironmentFault, PROGRAM, START, Sandboxed, Worker, class_members, mechanism, spawned, worker_command
 
 # %% ../../nbs/train/10_outside_data.ipynb #d973de0e
@@ -156,13 +158,26 @@ def statements(database: dict, rows: dict) -> list:
         found += [[f'INSERT INTO "{table}" ({", ".join(r)}) VALUES ({", ".join("?" * len(r))})', list(r.values())] for r in records]
     return found
 
+# %% ../../nbs/train/10_outside_data.ipynb #7d2e5799
+def still(database, plain): # two connections of sqlite3; `plain` computes
+    "The first connection, with `now` at a fixed time in every function of SQL that knows one."
+    now = f"{datetime.datetime.fromtimestamp(NOW, datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"
+    def at_now(name, *given):
+        given = [now if isinstance(g, str) and g.strip().lower() == "now" else g for g in ((*given, "now") if len(given) == (name == "strftime") else given)]
+        return plain.execute(f"SELECT {name}({', '.join('?' * len(given))})", given).fetchone()[0]
+    for name in ("date", "time", "datetime", "julianday", "unixepoch", "strftime"):
+        database.create_function(name, -1, partial(at_now, name), deterministic=True)
+    for name in ("date", "time"): database.create_function(f"current_{name}", 0, partial(at_now, name), deterministic=True)
+    database.create_function("current_timestamp", 0, partial(at_now, "datetime"), deterministic=True)
+    return database
+
 # %% ../../nbs/train/10_outside_data.ipynb #5dfa3b73
 class Store:
     "The database connection that the application sees, and the snapshots that a verifier sees."
     def __init__(self, statements):
         import sqlite3
         self.open, self.error, self.snapshots = sqlite3.connect, sqlite3.OperationalError, {}
-        self.live = self.open(":memory:", check_same_thread=False)
+        self.live = still(self.open(":memory:", check_same_thread=False), self.open(":memory:"))
         for s in statements: self.live.execute(*([s] if isinstance(s, str) else s))
         self.live.commit()
         sqlite3.connect = self.connect
@@ -172,7 +187,7 @@ class Store:
         name = re.sub(r"^file:|\?.*$", "", str(path))
         if name == "live": return self.live
         if name not in (":memory:", *self.snapshots): raise self.error("unable to open database file")
-        copy = self.open(":memory:")
+        copy = still(self.open(":memory:"), self.open(":memory:"))
         if name in self.snapshots: copy.deserialize(self.snapshots[name])
         return copy
 
@@ -321,11 +336,13 @@ def library_folders() -> list[str]:
     return sorted({str(Path(s.origin).parents[1]) for s in found}) if all(found) else []
 
 def load_libraries(folders) -> None:
-    "In the worker, before it is closed: import what applications use, and use it once so that nothing is left to import."
-    import inspect, random, sqlite3, urllib.parse
+    "In the worker, before it is closed: import what applications use, stop the clock, and use it all once so that nothing is left to import."
+    import inspect, os, random, sqlite3, time, urllib.parse
     sys.path.extend(folders)
+    if folders: import fastapi.middleware.cors, fastapi.responses, sqlalchemy.orm, sqlalchemy.dialects.sqlite
+    os.environ["TZ"], ids = "UTC", random.Random(0)
+    time.tzset(); stop_clock(lambda: ids)
     if not folders: return
-    import fastapi.middleware.cors, fastapi.responses, sqlalchemy.orm, sqlalchemy.dialects.sqlite
     _without_threads()
     store = Store(["CREATE TABLE notes (id INTEGER PRIMARY KEY, text VARCHAR, at DATETIME)"])
     exchange(application_of(WARM_UP, store), "POST", "/notes/1", "loud=1", {"text": "a"})

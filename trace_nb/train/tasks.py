@@ -9,16 +9,18 @@ __all__ = ['FIRST_TRAINING_SEED', 'FIRST_HELD_OUT_SEED', 'FIRST_PLATEAU_SEED', '
 # %% ../../nbs/train/04_tasks.ipynb #14d6fe8a
 from ..core.trajectory import InputError
 from ..synthesize.capabilities import environments
+from ..synthesize.generator import generated, generated_file
 
 # %% ../../nbs/train/04_tasks.ipynb #87e7f5d5
 FIRST_TRAINING_SEED, FIRST_HELD_OUT_SEED, FIRST_PLATEAU_SEED = 1_000_000, 2_000_000, 3_000_000
 
 # %% ../../nbs/train/04_tasks.ipynb #b35f4b16
-def environments_of(spec # capability, class name, `file.py:Class`, a class, or several of these
+def environments_of(spec # capability, class name, `file.py:Class`, an accepted generated environment (its file or folder), a class, or several of these
                    ) -> tuple[type, ...]:
-    "The environment classes of a specification; what cannot be found raises `InputError`. A file's code runs in this process: it is the user's own."
+    "The environment classes of a specification; what cannot be found raises `InputError`. The code of `file.py:Class` runs in this process: it is the user's own."
     if isinstance(spec, type): return (spec,)
     if not isinstance(spec, str): return tuple(c for s in spec for c in environments_of(s))
+    if file := generated_file(spec): return (generated(file),)
     if spec.endswith(".py"): raise InputError(f"{spec}: which class? give {spec}:Class")
     if ":" not in spec: return environments(spec)
     from trace_nb.synthesize.sanity import load_class
@@ -27,7 +29,7 @@ def environments_of(spec # capability, class name, `file.py:Class`, a class, or 
 # %% ../../nbs/train/04_tasks.ipynb #a076aa33
 def adapter_name(spec: str) -> str:
     "What an adapter for `spec` is called: no path of a machine in it, so that the same file gives the same seeds anywhere."
-    return spec.rpartition(":")[2]
+    return file.stem if (file := generated_file(spec)) else spec.rpartition(":")[2]
 
 # %% ../../nbs/train/04_tasks.ipynb #c13a45fd
 def capability_tasks(specs, # what `environments_of` takes, one entry a capability
