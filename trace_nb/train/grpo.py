@@ -54,7 +54,6 @@ class GRPOSettings:
     patience: int = 2            # looks without a new best after which training ends
     stream: str = "batch"        # of random numbers: one for all that is played together, or one for each "rollout" (several ranks always)
     cap: float = 2.              # on the weight of a token that a server sampled, see `core.vllm`
-
     def __post_init__(self): _check(self)
 
 # %% ../../nbs/train/01_grpo.ipynb #3b342946
