@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'weights_of', 'Parameters', 'Run', 'peak_memory', 'stage', 'say', 'spend', 'charge', 'play_tasks',
-           'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'diagnosed', 'stage_synthesize',
+           'some_read', 'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'diagnosed', 'stage_synthesize',
            'settings_of', 'train_into', 'stage_train', 'stage_gate', 'requests_of', 'adapters_of', 'stage_adapt',
            'stage_evaluate', 'stage_report', 'save_figures', 'write_result', 'check_parameters', 'play_routed',
            'diagnose_routed', 'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary',
-           'prepared', 'evaluate_policy', 'accepted_adapters', 'adapter_folders', 'run_model', 'route_request',
-           'routed_agent', 'train_alone']
+           'prepared', 'evaluate_policy', 'narrowed', 'accepted_adapters', 'adapter_folders', 'run_model',
+           'route_request', 'routed_agent', 'train_alone']
 
 # %% ../nbs/00_pipeline.ipynb #63c550cb
 import hashlib, json, os, platform, resource, shutil, sys, time
@@ -136,8 +136,15 @@ def play_tasks(run, policy, tasks, method: str, trials: int, adapters=None, save
     trajectories = rollout(policy, [t.environment for t in tasks], [t.seed for t in tasks], trials, [t.task_id for t in tasks], [name + t.domain for t in tasks],
                            adapters, seed=derived_seed(run.parameters.seed, method, save), metadata={"method": method}, progress=lambda a, b: run.say(f"{run.current}: {method} {a} of {b} rollouts"))
     run.spend(trajectories)
+    some_read(trajectories, run.parameters.model, run.parameters.target)
     if save: write_trajectories(trajectories, run.path("trajectories", f"{save}.jsonl"))
     return trajectories
+
+def some_read(trajectories, model: str, target: str):
+    "A model whose context holds none of the prompts is an error, not a rate."
+    if trajectories and all(t.metadata.get("truncated") and not t.metadata["generated_tokens"] for t in trajectories):
+        shortest = min(t.metadata["tokens"] for t in trajectories)
+        raise InputError(f"{model}: every prompt of {target} is longer than the model's context (the shortest has {shortest} tokens); give --model one with a longer context")
 
 # %% ../nbs/00_pipeline.ipynb #abbc4239
 def play_held_out(run, policy, capability, adapter=None):
@@ -457,10 +464,11 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
     tasks, agent, adapters, name = prepared(target, policy, split, model)
     def frame_of(agent, name, trials, adapters=None):
         played = rollout(agent, [t.environment for t in tasks], [t.seed for t in tasks], trials, [t.task_id for t in tasks], [f"{target}:{t.domain}" for t in tasks], adapters, seed=seed)
+        some_read(played, name, target)
         return evaluation_frame(played, name, {t.task_id: t.split for t in tasks}, target)
     frame = frame_of(agent, name, trials or (1 if policy in SCRIPTED else 4), adapters)
     if hasattr(agent, "server"): _answered(agent, frame, say)
-    return _narrowed(frame, tasks, target, lambda: frame_of(load_policy("do_nothing"), "do_nothing", 1))
+    return narrowed(frame, tasks, target, lambda: frame_of(load_policy("do_nothing"), "do_nothing", 1))
 
 # %% ../nbs/00_pipeline.ipynb #48c03586
 def _answered(agent, frame, say):
@@ -469,7 +477,7 @@ def _answered(agent, frame, say):
     say(ledger_text(agent.server.ledger))
     if len(frame) and (frame.termination == "policy_error").all(): raise InputError(f"{agent.name}: the server answered no request; check the address, the model's name and OPENAI_API_KEY")
 
-def _narrowed(frame, tasks, target, idle):
+def narrowed(frame, tasks, target, idle):
     "The frame with the rows that a benchmark needs beside its whole: without what doing nothing solves, without known bad gold, without what cannot be done."
     import pandas as pd
     if target == "tau2":
