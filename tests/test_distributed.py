@@ -6,6 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from trace_nb import distributed
+from trace_nb.cli import main
 from trace_nb.core.trajectory import InputError
 from trace_nb.distributed import evaluate_sharded, evaluation_shards, fan_out, play_shard
 from trace_nb.evaluate.evaluate import evaluation_frame, results_table, table_rows
@@ -15,12 +17,13 @@ TRIALS = 2                       # of desk's 60 test tasks: two batches
 
 
 def dies_once(job):
-    "Kills its own process the first time, in the middle of the shard; then plays it."
+    "Plays a shard; the first time its process is killed before it can hand over what it played."
     flag, shard = job
-    if flag and not Path(flag).exists():
-        Path(flag).touch()
+    played = play_shard(shard)
+    if flag and not flag.exists():
+        flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return play_shard(shard)
+    return played
 
 
 def fails(job):
@@ -51,10 +54,36 @@ def test_a_jobs_own_fault_is_not_repeated():
     with pytest.raises(InputError, match="^job 1: no good$"): fan_out(fails, range(3), ray=False)
 
 
-@pytest.mark.skipif(not find_spec("ray"), reason="ray is not installed; pip install 'trace_nb[distributed]'")
-def test_two_ray_workers_one_of_them_killed(alone, tmp_path):
+def test_workers_at_the_command_line_give_the_same_bytes(tmp_path, capsys):
+    for words in (["--json", f"{tmp_path/'one'}"], ["--json", f"{tmp_path/'two'}", "--workers", "2"]):
+        assert main(["evaluate", "--policy", "do_nothing", "--split", "all", *words]) == 0
+    assert (tmp_path/"one").read_bytes() == (tmp_path/"two").read_bytes()
+
+
+@pytest.mark.parametrize("words, says", [(["--workers", "0"], "at least 1 worker"), (["--workers", "2", "--policy", "http://127.0.0.1:9/v1", "--model", "m"], "leave out --workers")])
+def test_workers_that_make_no_sense(words, says, capsys):
+    assert main(["evaluate", *words]) == 2 and says in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def two_ray_workers():
+    if not find_spec("ray"): pytest.skip("ray is not installed; pip install 'trace_nb[distributed]'")
+    ray = distributed._ray()
+    distributed._start(ray, 2)
+    yield
+    ray.shutdown()
+
+
+def test_ray_with_one_worker_killed(two_ray_workers, alone, tmp_path):
     shards = evaluation_shards("desk", "pocket", "test", TRIALS, 7)
     played = [t for part in fan_out(dies_once, [(tmp_path/"flag" if i == 1 else None, s) for i, s in enumerate(shards)], ray=True) for t in part]
     assert (tmp_path/"flag").exists()
     same(evaluation_frame(played, "pocket", "test", "desk"), alone)
+
+
+def test_ray_plays_an_evaluation(two_ray_workers, alone):
+    same(evaluate_sharded("desk", "pocket", trials=TRIALS, seed=7, ray=True), alone)
+
+
+def test_ray_raises_what_a_job_raises(two_ray_workers):
     with pytest.raises(InputError, match="^job 1: no good$"): fan_out(fails, range(3), ray=True)

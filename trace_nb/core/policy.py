@@ -231,7 +231,7 @@ class Local:
     def __init__(self, model, tokenizer, name="local", temperature=1., max_new_tokens=None, # of a turn; default 120 for a context up to 2048, else 1024
                  max_length=None): # of an episode; default 1536 for a context up to 2048, else the context up to 16384
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
-        context = getattr(model.config, "max_position_embeddings", None) or 2048
+        self.context = context = getattr(model.config, "max_position_embeddings", None) or 2048
         self.temperature, self.max_new_tokens = temperature, max_new_tokens or (120 if context <= 2048 else 1024)
         self.max_length = min(max_length or (1536 if context <= 2048 else 16384), context)
         self.text = ChatText(tokenizer).check()
@@ -282,13 +282,15 @@ def act(self, conversations) -> list[dict]:
     "One assistant message for each conversation; ids, mask and log-probabilities are appended to it."
     self._read_in(conversations)
     room = [len(c.ids) + 1 < self.max_length for c in conversations]
-    messages = []
-    for c, (ids, logps), fits in zip(conversations, self.write(conversations), room):
-        c.truncated = not fits or ids[-1] not in self.stops
-        c.ids += ids; c.mask += [1] * len(ids); c.logps += logps
-        messages.append(self.said(ids, sum(m["role"] == "assistant" for m in c.episode.messages), self._tools(c)))
-        c.encoded += 1
-    return messages
+    readable = [c for c in conversations if len(c.ids) <= self.context]
+    written = dict(zip(readable, self.write(readable))) if readable else {}
+    return [self._appended(c, *written.get(c, ([], [])), fits) for c, fits in zip(conversations, room)]
+
+def _appended(self, c, ids, logps, fits) -> dict:
+    "The message of a turn, whose ids now belong to the conversation."
+    c.truncated = not fits or not ids or ids[-1] not in self.stops
+    c.ids += ids; c.mask += [1] * len(ids); c.logps += logps; c.encoded += 1
+    return self.said(ids, sum(m["role"] == "assistant" for m in c.episode.messages), self._tools(c)) if ids else {"role": "assistant", "content": ""}
 
 def write(self, conversations) -> list[tuple]:
     "One turn for each conversation, after its ids: a list of (ids, log-probabilities); the conversations are left as they are."
@@ -299,7 +301,7 @@ def said(self, ids, turn, tools=None) -> dict:
     text = self.tokenizer.decode(ids[:-1] if ids[-1] in self.stops else ids, skip_special_tokens=False)
     return self.read(ids, text, turn, tools)
 
-Local.act, Local.write, Local.said = act, write, said
+Local.act, Local._appended, Local.write, Local.said = act, _appended, write, said
 
 # %% ../../nbs/core/03_policy.ipynb #d3bc0672
 def _ready(self, conversations):
