@@ -63,7 +63,10 @@ def stop_clock(ids):
     class Frozen(real, metaclass=Same):
         now = classmethod(lambda cls, tz=None: real.fromtimestamp(NOW, tz))
         utcnow = today = classmethod(lambda cls: still)
-    class FrozenDay(day, metaclass=Same): today = classmethod(lambda cls: still.date())
+        __get_pydantic_core_schema__ = classmethod(lambda cls, source, handler: handler.generate_schema(real))     # pydantic knows the real ones by identity
+    class FrozenDay(day, metaclass=Same):
+        today = classmethod(lambda cls: still.date())
+        __get_pydantic_core_schema__ = classmethod(lambda cls, source, handler: handler.generate_schema(day))
     datetime.datetime, datetime.date, time.time, time.time_ns = Frozen, FrozenDay, lambda: NOW, lambda: int(NOW * 1e9)
     time.localtime, time.gmtime = (lambda seconds=None, of=of: of(NOW if seconds is None else seconds) for of in (local, utc))
     uuid.uuid4 = lambda: uuid.UUID(int=ids().getrandbits(128), version=4)

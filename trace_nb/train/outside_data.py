@@ -336,17 +336,20 @@ def library_folders() -> list[str]:
     return sorted({str(Path(s.origin).parents[1]) for s in found}) if all(found) else []
 
 def load_libraries(folders) -> None:
-    "In the worker, before it is closed: import what applications use, stop the clock, and use it all once so that nothing is left to import."
+    "In the worker, before it is closed: import what applications use, use it once so that nothing is left to import, and stop the clock."
     import inspect, os, random, sqlite3, time, urllib.parse
     sys.path.extend(folders)
-    if folders: import fastapi.middleware.cors, fastapi.responses, sqlalchemy.orm, sqlalchemy.dialects.sqlite
+    if folders:
+        import fastapi.middleware.cors, fastapi.responses, sqlalchemy.orm, sqlalchemy.dialects.sqlite
+        _without_threads()
+        store = Store(["CREATE TABLE notes (id INTEGER PRIMARY KEY, text VARCHAR, at DATETIME)"])
+        exchange(application_of(WARM_UP, store), "POST", "/notes/1", "loud=1", {"text": "a"})
+        sqlite3.connect = store.open
     os.environ["TZ"], ids = "UTC", random.Random(0)
-    time.tzset(); stop_clock(lambda: ids)
-    if not folders: return
-    _without_threads()
-    store = Store(["CREATE TABLE notes (id INTEGER PRIMARY KEY, text VARCHAR, at DATETIME)"])
-    exchange(application_of(WARM_UP, store), "POST", "/notes/1", "loud=1", {"text": "a"})
-    sqlite3.connect = store.open
+    real = datetime.datetime, datetime.date
+    time.tzset(); stop_clock(lambda: ids)       # last: libraries that are imported later would inherit from a stopped class
+    known = getattr(sqlalchemy.sql.sqltypes, "_type_map", {}) if folders else {}        # where `Mapped[datetime]` is looked up, by identity
+    known.update({stopped: known[r] for r, stopped in zip(real, (datetime.datetime, datetime.date)) if r in known})
 
 # %% ../../nbs/train/10_outside_data.ipynb #ab651b63
 def _without_threads():
