@@ -88,7 +88,7 @@ def _ray():
     "Ray, patient, and without its reports of usage to its makers."
     for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **PATIENCE}.items(): os.environ.setdefault(name, value)
     try: import ray
-    except ImportError: raise InputError("ray is not installed; pip install 'trace_nb[distributed]', or leave out ray=True for processes on this machine") from None
+    except ImportError: raise InputError("ray is not installed; pip install 'trace_nb[distributed]', or leave out ray=True (--ray) for processes on this machine") from None
     return ray
 
 # %% ../nbs/05_distributed.ipynb #682493b8
@@ -99,7 +99,7 @@ def _start(ray, workers):
     try: ray.init(**({} if os.environ.get("RAY_ADDRESS") else here), logging_level="ERROR")
     except Exception as e:        # Ray raises bare Exceptions here
         ray.shutdown()
-        raise InputError(f"Ray did not start ({' '.join(str(e).split())[:160]}); see its logs in /tmp/ray/session_latest/logs, or leave out ray=True for processes on this machine") from None
+        raise InputError(f"Ray did not start ({' '.join(str(e).split())[:160]}); its raylet.err says more. Leave out ray=True (--ray) for processes on this machine") from None
     finally:
         if before is None: del os.environ["PYTHONPATH"]
         else: os.environ["PYTHONPATH"] = before

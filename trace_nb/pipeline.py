@@ -55,7 +55,7 @@ class Run:
     "A run folder: stages with records, a manifest, progress lines."
     def __init__(self, folder, parameters: Parameters, log=print):
         self.folder, self.parameters, self.log, self.start = Path(folder), parameters, log, time.time()
-        self.scale, self.last_line, self.computed, self.generated = SCALES[parameters.scale], 0., [], {}
+        self.scale, self.last_line, self.computed, self.generated, self.spent = SCALES[parameters.scale], 0., [], {}, {"rollouts": 0, "tokens": 0}
         self.manifest = self._manifest()
 
     def path(self, *parts) -> Path: return self.folder.joinpath(*parts)
