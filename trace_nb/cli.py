@@ -318,16 +318,29 @@ def parse(name: str, argv: list[str]) -> dict:
 def main(argv: list[str] | None = None) -> int:
     "The console script; returns the exit code."
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):     # a terminal that lacks a letter gets its number, not a traceback
+        if getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(stream, "reconfigure"): stream.reconfigure(errors="backslashreplace")
     if not argv or argv[0] in ("-h", "--help"): return print(usage()) or 0
     if "" in argv: return _fail("an argument is empty; give each a value")
     if argv[0] not in COMMANDS: return _fail(f"unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}")
     if ranks()[1] > 1 and argv[0] != "train": return _fail(f"{ranks()[1]} processes were started, and only train divides its work among them; run {argv[0]} without the launcher")
     warnings.filterwarnings("ignore", category=FutureWarning)     # libraries announcing renames to each other
-    try: return COMMANDS[argv[0]](**parse(argv[0], argv[1:])) or 0
+    try: return _flushed(COMMANDS[argv[0]](**parse(argv[0], argv[1:])) or 0)
     except InputError as e: return _fail(str(e))
+    except RecursionError: return _fail("the input is nested too deeply to be read; nothing more was written. Flatten it")
     except KeyboardInterrupt: return _stopped(argv[0])
-    except BrokenPipeError: return 1
-    except OSError as e: return _fail(f"{e.filename or 'standard output'}: {e.strerror or e}; make room or choose another place")
+    except BrokenPipeError: return _unheard(1)
+    except OSError as e: return _unheard(_fail(f"{e.filename or 'standard output'}: {e.strerror or e}; make room or choose another place"))
+
+def _flushed(code):
+    sys.stdout.flush()      # a full device says so here, not in the interpreter's last breath
+    return code
+
+def _unheard(code):
+    "What is left unwritten goes nowhere, or the interpreter would try again at its end."
+    try: sys.stdout.flush()
+    except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 def _stopped(command):
     code = _fail("stopped" + ("; finished stages are kept, the same command goes on from there" if command in ("run", "compare", "scale") else ""), 130)

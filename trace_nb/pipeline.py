@@ -445,7 +445,7 @@ def run_stages(run, rounds: int = 1) -> dict:
     described = {c["name"]: c["description"] for c in read_json(run.path("capabilities.json"))["capabilities"]}
     trainable, adapters, judged = list(run.stage("synthesize", lambda r: stage_synthesize(r, selected))), {}, []
     for capability in trainable + [c for c in selected if c in run.generated]:
-        if capability in run.generated: run.stage(f"synthesize {capability}", lambda r: stage_generated(r, capability), given=run.generated[capability].read_text())
+        if capability in run.generated: run.stage(f"synthesize {capability}", lambda r: stage_generated(r, capability), given=run.generated[capability].read_text(encoding="utf-8"))
         trained = run.stage(f"train {capability}", lambda r: stage_train(r, capability))
         if "refused" in trained:
             run.say(f"{capability}: not trained, {trained['refused']}", force=True)

@@ -423,7 +423,7 @@ def _rows(folder: Path, runs: list) -> list[dict]:
     for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip(): continue
         try: rows.append(json.loads(line))
-        except ValueError: raise InputError(f"{path}, line {n}: not valid JSON; label again with `trace-nb label`") from None
+        except (ValueError, RecursionError): raise InputError(f"{path}, line {n}: not valid JSON; label again with `trace-nb label`") from None
         if not _sound(rows[-1]):
             raise InputError(f"{path}, line {n}: no row with id, capability, label, and perhaps run, evidence and span; label again with `trace-nb label`")
     _check_count(folder/"manifest.json", path, len(rows))

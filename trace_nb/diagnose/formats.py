@@ -12,7 +12,7 @@ __all__ = ['SECRET', 'CREDENTIAL', 'NUMBER', 'COUNT', 'UNPARSED', 'ROLES', 'KEPT
 import ast, hashlib, json, re
 from dataclasses import fields, replace
 from functools import lru_cache
-from ..core.trajectory import Trajectory, trajectory_from, trajectory_id
+from ..core.trajectory import DEEPEST, Trajectory, is_shallow, trajectory_from, trajectory_id
 from ..core.environment import SUCCESS
 from ..targets.interface import interface
 
@@ -58,8 +58,9 @@ UNPARSED = "_unparsed"   # the argument name under which unreadable arguments ar
 
 def _arguments(given):
     if isinstance(given, str):
-        try: given = json.loads(given or "{}")
-        except (ValueError, RecursionError): pass
+        try: found = json.loads(given or "{}")
+        except (ValueError, RecursionError): found = given
+        given = found if is_shallow(found) else given
     return {} if given is None else given if isinstance(given, dict) else {UNPARSED: given}
 
 # %% ../../nbs/diagnose/00_formats.ipynb #81bbf614
@@ -169,7 +170,7 @@ def _domain(messages, gold=()):
 def _info(info):
     if isinstance(info, str) and info.strip():
         try: info = json.loads(info)
-        except ValueError:
+        except (ValueError, RecursionError):
             try: info = ast.literal_eval(info)
             except (ValueError, SyntaxError, MemoryError, RecursionError): raise ValueError("info is text, but neither JSON nor a Python dict") from None
     return _dict(info)
@@ -367,7 +368,7 @@ def _prompt_id(messages):
 def _unfolded(record, *keys):
     "The record with the values of `keys` parsed where they are text."
     try: return record | {k: json.loads(record[k]) for k in keys if _str(record.get(k))}
-    except ValueError: raise ValueError(f"{' or '.join(keys)} is text, but not JSON") from None
+    except (ValueError, RecursionError): raise ValueError(f"{' or '.join(keys)} is text, but not JSON") from None
 
 # %% ../../nbs/diagnose/00_formats.ipynb #38a17225
 STATED = ("task_id", "id", "trial", "reward", "success", "seed", "environment", "policy", "model")
@@ -517,6 +518,7 @@ def detect_format(record) -> str: # a key of `FORMATS`
 # %% ../../nbs/diagnose/00_formats.ipynb #3a325e17
 def read_record(record) -> tuple: # (format, Trajectory)
     "One record of any known format; a fault raises `ValueError` of one line."
+    if not is_shallow(record): raise ValueError(f"nested too deeply (over {DEEPEST} levels)")
     name = detect_format(record)
     try: return name, FORMATS[name][1](record)
     except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as e: raise ValueError(f"not in the shape of its format ({e})") from None

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from ..core.trajectory import InputError, same_file, trajectory_id, writing
+from ..core.trajectory import InputError, readable_file, same_file, trajectory_id, writing
 from .formats import read_record, to_atif, to_messages, to_own
 
 # %% ../../nbs/diagnose/01_logs.ipynb #3f258ed6
@@ -23,6 +23,7 @@ PACKED = {b"\xfd7zXZ\x00": ("xz", lzma.open), b"\x1f\x8b": ("gzip", gzip.open)}
 
 def _magic(path) -> bytes:
     "The first bytes of a file; a file that cannot be read raises `InputError`."
+    readable_file(path)
     try:
         with open(path, "rb") as f: return f.read(6)
     except FileNotFoundError: raise InputError(f"{path}: no such file; check the path") from None

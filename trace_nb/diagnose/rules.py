@@ -19,7 +19,7 @@ import ast, json, math, re
 from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
-from ..core.trajectory import Call, InputError, Trajectory, calls
+from ..core.trajectory import Call, InputError, Trajectory, calls, is_shallow
 from .formats import UNPARSED, domain_of
 
 # %% ../../nbs/diagnose/03_rules.ipynb #a32bbd3d
@@ -190,8 +190,8 @@ def _record(call):
     "The order or reservation in a call's result, or None."
     if call.error or not call.result.startswith("{"): return None
     try: record = json.loads(call.result)
-    except ValueError: return None
-    return record if isinstance(record, dict) and target(record) else None
+    except (ValueError, RecursionError): return None
+    return record if isinstance(record, dict) and is_shallow(record) and target(record) else None
 
 # %% ../../nbs/diagnose/03_rules.ipynb #030b67da
 def record_before(case, record_id: str, index: int) -> dict | None:
@@ -505,7 +505,9 @@ def structured_data(case) -> Label:
 def parsed(result: str):
     "A tool's result as a value: JSON, or Python's own notation; None for anything else."
     for read in (json.loads, ast.literal_eval):
-        try: return read(result)
+        try:
+            value = read(result)
+            return value if is_shallow(value) else None
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError): pass
 
 def _rows(call):

@@ -145,7 +145,8 @@ def lint(source: str) -> list[str]: # one sentence a fault, with its line
     found = Lint()
     for node in tree.body:
         if not _may_stand_at_the_top(node): found.fault(node, "only imports, assignments, functions and classes may stand at the top")
-    found.visit(tree)
+    try: found.visit(tree)
+    except RecursionError: return ["line 1: nested too deeply; write shorter expressions"]
     return [f"line {line}: {text}" for line, text in sorted(set(found.faults))]
 
 # %% ../../nbs/synthesize/04_generator.ipynb #59328a66
