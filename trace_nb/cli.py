@@ -332,6 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError: return _unheard(1)
     except OSError as e: return _unheard(_fail(f"{e.filename or 'standard output'}: {e.strerror or e}; make room or choose another place"))
 
+# %% ../nbs/01_cli.ipynb #dc514c29
 def _flushed(code):
     sys.stdout.flush()      # a full device says so here, not in the interpreter's last breath
     return code

@@ -565,6 +565,7 @@ def run_model(folder) -> str:
     if not isinstance(parameters, dict) or not isinstance(parameters.get("model"), str): raise InputError(f"{path}: not a run's manifest (no parameters); name a folder made by `trace-nb run`")
     return weights_of(parameters["model"], parameters.get("target"))
 
+# %% ../nbs/00_pipeline.ipynb #cc1121d4
 def _router_of(folder):
     "Model, tokenizer and router of a finished run."
     from trace_nb.adapt.routing import card_examples, make_router
