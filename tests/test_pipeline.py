@@ -89,3 +89,16 @@ print(hashlib.sha256(json.dumps([t.to_dict() for t in played]).encode()).hexdige
 """
     said = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": h}).stdout.split()[-1] for h in ("1", "2")}
     assert len(said) == 1
+
+
+def test_a_second_round(tmp_path, monkeypatch):
+    "With every adapter accepted, the routed agent is diagnosed again and heirs take the place of their parents."
+    from trace_nb.pipeline import Parameters, run_loop
+    from trace_nb.train import gate
+    judged = gate.accept
+    monkeypatch.setattr(gate, "accept", lambda *sides, **options: judged(*sides, **options) | {"accepted": True, "reason": ""})
+    run_loop(tmp_path/"run", Parameters(scale="smoke"), lambda line: None, rounds=2)
+    cards = {p.parent.name: json.loads(p.read_text()) for p in (tmp_path/"run"/"adapters").glob("*/capability.json")}
+    heirs = [name for name in cards if name.endswith("_2")]
+    assert heirs and all(cards[name]["capability"] == name.removesuffix("_2") and cards[name]["parents"] for name in heirs)
+    assert all(cards[name.removesuffix("_2")]["superseded_by"] == name for name in heirs)

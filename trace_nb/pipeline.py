@@ -278,7 +278,7 @@ def stage_gate(run, capability, description):
     write_card(run, run.path("adapters", capability), capability, name=capability, description=description, **verdict)
     return verdict
 
-def write_card(run, folder, capability, parents=(), **said):
+def write_card(run, folder, capability, parents=(), /, **said):
     "The card of an adapter that a run trained; where the environment is no built-in one, with requests to route by."
     from trace_nb.adapt.library import make_card
     from trace_nb.adapt.routing import examples
