@@ -374,7 +374,7 @@ def all_frames(folder):
     manifest = read_json(Path(folder)/"manifest.json")
     c = Comparison(folder, Parameters(**manifest["parameters"]), log=lambda line: None)
     made = {n.removeprefix("make "): r["result"] for n, r in c.manifest["stages"].items() if n.startswith("make ")}
-    return frames(c, {n: m for n, m in made.items() if "trials" in m or f"play {n}" in c.manifest["stages"]})
+    return frames(c, {n: m for n, m in made.items() if "trials" in m or c.path("trajectories", f"{n}_test.jsonl").exists()})
 
 # %% ../nbs/02_comparison.ipynb #f63b64e9
 def comparison_table(result: dict, target: str) -> str:
