@@ -450,6 +450,7 @@ def load_model(name: str = "pocket"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16 if cuda else torch.float32, **options)
     except (OSError, ValueError, ImportError, struct.error) as e: raise InputError(f"cannot load the model {name!r} ({str(e).strip().splitlines()[0][:160]}); give `pocket`, a folder with config.json, a .gguf file (pip install gguf), or a Hugging Face id") from None
     if cuda and launched(): torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if getattr(model, "hf_quantizer", None) and "gguf_file" in options: model.hf_quantizer.remove_quantization_config(model)    # loading made floats of its weights: they can be trained
     if not cuda and model.num_parameters() < 2e7: torch.set_num_threads(1)    # faster for a tiny model when cores are shared, and the same bytes on any number of cores
     return model.to("cuda" if cuda else "cpu").eval(), tokenizer
 
