@@ -260,10 +260,12 @@ def gate(environment: str, # what the adapter was trained on: a capability, file
     "Judge an adapter on seeds that it never saw; exit code 1 when it is rejected."
     if json: writable(json)
     from trace_nb.train.gate import gate_folder
+    if held_out < 1: raise InputError("--held-out is the number of fresh seeds; give at least 1")
     found = gate_folder(environment, adapter, model, target, held_out, seed=seed)
     m = found["metrics"]
     low, high = m["held_out_gain_interval"]
-    _table([found], json, f"{'accepted' if found['accepted'] else 'rejected: ' + found['reason']}\nheld out: base {m['held_out_base']:.3f}, adapter {m['held_out_adapter']:.3f}, gain {m['held_out_gain']:+.3f} [{low:+.3f}, {high:+.3f}], noise {m['held_out_noise']:.3f}")
+    tasks = f"\n{target} train tasks: base {m['train_base']:.3f}, adapter {m['train_adapter']:.3f}, gain {m['train_gain']:+.3f}" if target else ""
+    _table([found], json, f"{'accepted' if found['accepted'] else 'rejected: ' + found['reason']}\nheld out: base {m['held_out_base']:.3f}, adapter {m['held_out_adapter']:.3f}, gain {m['held_out_gain']:+.3f} [{low:+.3f}, {high:+.3f}], noise {m['held_out_noise']:.3f}{tasks}")
     return 0 if found["accepted"] else 1
 
 def adapters(action: str, # list, similarity, merge, prune, save or load

@@ -460,6 +460,7 @@ def run_stages(run, rounds: int = 1) -> dict:
     for number in range(2, rounds + 1):
         heirs = further_round(run, number, described, heirs, routing)
         run.stage(f"evaluate {number}", lambda r: play_routed(r, "test", heirs, routing, f"routed_{number}", r.scale.test_trials))
+        if not set(heirs) & set(run.manifest["stages"][f"diagnose {number}"]["result"]): rounds = number; break
     run.stage("report", lambda r: stage_report(r, adapters, routing, rounds))
     write_result(run, read_json(run.path("result.json"))["rows"])
     return {"trainable": {c: described[c] for c in judged}, "adapters": adapters, "routing": routing}
@@ -605,6 +606,7 @@ def train_alone(capability, model, out, preset: str, changes: dict, log=print, *
     model = weights_of(model, classes[0].domain)
     base, tokenizer = load_model(model)
     settings = default_settings(base, **(PRESETS[preset] | changes))
+    if (out/"checkpoint.pt").exists(): log(f"{out} has a checkpoint: its steps are shown again, then it goes on")
     train_adapter(base, tokenizer, capability, out, settings, lambda r: log(f"step {r['step']} of {settings.steps}: reward {r['reward']:.3f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}, {r['seconds']:.1f} s" + (f", mismatch {r['mismatch_mean']:.4f} nats" if "mismatch_mean" in r else "")), **options)
     if not leads(): return
     ours = {c for known in ALL_ENVIRONMENTS.values() for c in known}

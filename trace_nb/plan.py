@@ -110,6 +110,7 @@ def plan(name: str = "pocket", target: str = "", scale: str = "", capabilities: 
     preset = PRESETS.get(name, Preset("", {}))
     target, scale, capabilities = target or preset.target, scale or preset.scale, capabilities or preset.capabilities
     if scale not in SCALES: raise InputError(f"unknown scale {scale!r}; known: {', '.join(SCALES)}")
+    if not (1 <= capabilities <= 1000 and episode_tokens >= 0 and tflops >= 0 and 0 < utilization <= 1): raise InputError("capabilities are 1 to 1000, tokens and TFLOP/s not negative, and the utilization is above 0 and at most 1")
     config = configuration(name, weights_of(name, target))
     speed = measured_speed(name, target) if measure and not preset.architecture else None
     length = episode_tokens or round(speed["episode_tokens"] if speed else preset.episode_tokens)

@@ -382,7 +382,7 @@ def listening(host: str, port: int, key: str | None):
     except ValueError: raise InputError(f"--host {host!r} is no address; give 127.0.0.1, or another with --key-env") from None
     if not local and not key: raise InputError(f"--host {host} can be reached from other machines; set a key in an environment variable and name it with --key-env, or leave --host out")
     try: return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as e: raise InputError(f"{host}:{port} cannot be used ({e.strerror or e}); give another --port") from None
+    except (OSError, OverflowError) as e: raise InputError(f"{host}:{port} cannot be used ({getattr(e, 'strerror', None) or e}); give another --port") from None
 
 # %% ../../nbs/adapt/05_serve.ipynb #2c172f67
 def serve(adapters: str, # a run, or a folder of adapters

@@ -65,6 +65,7 @@ def _check(settings):
     for name, known in CHOICES.items():
         if getattr(settings, name) not in known: raise InputError(f"unknown {name} {getattr(settings, name)!r}; use {', '.join(known)}")
     if settings.group_size < 2 or min(settings.steps, settings.groups) < 1: raise InputError("GRPO compares rollouts: give at least 1 step, 1 group and a group_size of 2")
+    if not 0 < settings.learning_rate < float("inf"): raise InputError(f"a learning rate of {settings.learning_rate} cannot be trained with; give one above 0, such as 1e-3")
     if not 0 <= settings.hint_share < 1: raise InputError(f"hint_share is {settings.hint_share}; at least one rollout of a group must see the task as it is, so use 0 up to, but not, 1")
     if settings.budget and settings.budget < settings.groups * settings.group_size: raise InputError(f"a budget of {settings.budget} rollouts is less than one step's {settings.groups * settings.group_size}; raise it or make the step smaller")
 
