@@ -126,6 +126,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'trace_nb/adapt/routing.py'),
                                         'trace_nb.adapt.routing._measured_letters': ( 'adapt/routing.html#_measured_letters',
                                                                                       'trace_nb/adapt/routing.py'),
+                                        'trace_nb.adapt.routing._openings': ('adapt/routing.html#_openings', 'trace_nb/adapt/routing.py'),
                                         'trace_nb.adapt.routing._rounded': ('adapt/routing.html#_rounded', 'trace_nb/adapt/routing.py'),
                                         'trace_nb.adapt.routing._scorer': ('adapt/routing.html#_scorer', 'trace_nb/adapt/routing.py'),
                                         'trace_nb.adapt.routing._sums': ('adapt/routing.html#_sums', 'trace_nb/adapt/routing.py'),

@@ -112,7 +112,11 @@ def examples(capability, # what `environments_of` takes
 def card_examples(cards: dict, # capability -> its adapter's card
                   n: int = 24) -> list[tuple]: # (request, capability)
     "Examples for a router: the requests that a card keeps, else the openings of the capability's environments."
-    return [(r, c) for c, card in cards.items() for r in (card.get("requests") or examples(c, n))[:n]]
+    return [(r, c) for c, card in cards.items() for r in (card.get("requests") or _openings(c, n))[:n]]
+
+def _openings(capability, n):
+    try: return examples(capability, n)
+    except InputError: raise InputError(f"{capability}: its card keeps no requests to route by, and no environment has this name (as with a merge); take the adapter out of the folder, or serve it alone") from None
 
 # %% ../../nbs/adapt/00_routing.ipynb #4430391f
 def base_examples(capabilities, n: int = 24) -> list[str]:
