@@ -11,7 +11,7 @@ from trace_nb.core.rollout import derived_seed
 from trace_nb.core.trajectory import InputError
 from trace_nb.synthesize.capabilities import PreconditionAirline, PreconditionRetail
 from trace_nb.train.adapter import save_adapter, with_lora
-from trace_nb.train.distill import DistillSettings, batches, compare, distill_adapter, load_teachers, step_facts, step_tasks, visit
+from trace_nb.train.distill import DistillSettings, batches, compare, distill_adapter, load_teachers, measure, step_tasks, visit
 from trace_nb.train.grpo import GRPOSettings
 
 try: model_path("pocket")
@@ -61,8 +61,7 @@ def test_distilled_is_closer_and_the_same_twice(teachers, tmp_path):
     fresh, tokenizer = load_model("pocket")
     fresh = with_lora(fresh, "student", settings); load_teachers(fresh, teachers)
     rows, played = visit(Local(fresh, tokenizer, max_new_tokens=30), held, 5)
-    with torch.no_grad():
-        after, before = (step_facts(played, [(b[0].capability, compare(m, b, settings)[1]) for b in batches(rows, settings.microbatch)]) for m in (_live(tmp_path/"b", teachers), fresh))
+    after, before = (measure(m, rows, played, settings) for m in (_live(tmp_path/"b", teachers), fresh))
     assert all(after[c]["reverse_kl"] < before[c]["reverse_kl"] for c in teachers) and before[CAPABILITIES[0]]["drift"] < 1e-6, (after, before)
 
 

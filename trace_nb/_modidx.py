@@ -1792,6 +1792,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'trace_nb.pipeline.play_routed': ('pipeline.html#play_routed', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.play_tasks': ('pipeline.html#play_tasks', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.prepared': ('pipeline.html#prepared', 'trace_nb/pipeline.py'),
+                                   'trace_nb.pipeline.requests_kept': ('pipeline.html#requests_kept', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.requests_of': ('pipeline.html#requests_of', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.route_request': ('pipeline.html#route_request', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.routed_agent': ('pipeline.html#routed_agent', 'trace_nb/pipeline.py'),

@@ -6,11 +6,11 @@
 __all__ = ['SCALES', 'Scale', 'Parameters', 'Run', 'peak_memory', 'stage', 'say', 'spend', 'charge', 'play_tasks', 'some_read',
            'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'diagnosed', 'built_in', 'stage_synthesize',
            'base_facts', 'usable', 'adopted', 'stage_generated', 'given_environments', 'settings_of', 'train_into',
-           'stage_train', 'stage_gate', 'write_card', 'requests_of', 'adapters_of', 'stage_adapt', 'stage_evaluate',
-           'stage_report', 'save_figures', 'write_result', 'check_parameters', 'play_routed', 'diagnose_routed',
-           'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary', 'prepared',
-           'evaluate_policy', 'narrowed', 'accepted_adapters', 'adapter_folders', 'run_model', 'route_request',
-           'routed_agent', 'train_alone']
+           'stage_train', 'stage_gate', 'write_card', 'requests_kept', 'requests_of', 'adapters_of', 'stage_adapt',
+           'stage_evaluate', 'stage_report', 'save_figures', 'write_result', 'check_parameters', 'play_routed',
+           'diagnose_routed', 'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary',
+           'prepared', 'evaluate_policy', 'narrowed', 'accepted_adapters', 'adapter_folders', 'run_model',
+           'route_request', 'routed_agent', 'train_alone']
 
 # %% ../nbs/00_pipeline.ipynb #63c550cb
 import hashlib, json, os, platform, resource, shutil, sys, time
@@ -281,10 +281,16 @@ def stage_gate(run, capability, description):
 def write_card(run, folder, capability, parents=(), /, **said):
     "The card of an adapter that a run trained; where the environment is no built-in one, with requests to route by."
     from trace_nb.adapt.library import make_card
-    from trace_nb.adapt.routing import examples
     from trace_nb.train.tasks import environments_of
-    asked = {"requests": examples(run.spec(capability))} if capability in run.generated else {}
-    make_card(folder, run.parameters.weights, "grpo", environments_of(run.spec(capability)), parents, settings_of(run), **asked, **said)
+    classes = environments_of(run.spec(capability))
+    make_card(folder, run.parameters.weights, "grpo", classes, parents, settings_of(run), **requests_kept(classes), **said)
+
+def requests_kept(classes) -> dict:
+    "What a card keeps to route by: example requests, where the environments are not built in."
+    from trace_nb.adapt.routing import examples
+    from trace_nb.synthesize.capabilities import ALL_ENVIRONMENTS
+    built = {c for known in ALL_ENVIRONMENTS.values() for c in known}
+    return {} if built.issuperset(classes) else {"requests": examples(classes)}
 
 # %% ../nbs/00_pipeline.ipynb #fcc46af1
 def requests_of(tasks) -> dict: # task id -> text
@@ -545,17 +551,19 @@ def narrowed(frame, tasks, target, idle):
 # %% ../nbs/00_pipeline.ipynb #cd376169
 def accepted_adapters(folder) -> dict:
     "Accepted adapters of a run: capability -> description."
-    return {c.get("capability", c["name"]): c["description"] for _, c in _cards(folder)}
+    return {capability: c["description"] for capability, (_, c) in _cards(folder).items()}
 
 def adapter_folders(folder) -> dict:
     "Accepted adapters of a run: capability -> folder, each held to its card's hashes; an heir stands for what it replaced."
     from trace_nb.adapt.library import verify
-    for place, _ in _cards(folder): verify(place, run_model(folder))
-    return {c.get("capability", c["name"]): place for place, c in _cards(folder)}
+    found = {capability: place for capability, (place, _) in _cards(folder).items()}
+    for place in found.values(): verify(place, run_model(folder))
+    return found
 
 def _cards(folder):
+    "Capability -> (folder, card) of the accepted adapters that nothing replaced."
     found = [(p.parent, read_json(p)) for p in sorted(Path(folder).glob("adapters/*/capability.json"))]
-    return [(place, c) for place, c in found if c["accepted"] and not c.get("superseded_by")]
+    return {c.get("capability", c["name"]): (place, c) for place, c in found if c["accepted"] and not c.get("superseded_by")}
 
 def run_model(folder) -> str:
     "The model of a run; a folder that holds no run raises `InputError`."
@@ -572,7 +580,7 @@ def _router_of(folder):
     from trace_nb.adapt.routing import card_examples, make_router
     from trace_nb.core.policy import load_model
     model, tokenizer = load_model(run_model(folder))
-    known = card_examples({c.get("capability", c["name"]): c for _, c in _cards(folder)})
+    known = card_examples({capability: c for capability, (_, c) in _cards(folder).items()})
     return model, tokenizer, make_router(model, tokenizer, accepted_adapters(folder), asked=known)
 
 # %% ../nbs/00_pipeline.ipynb #097e599e
@@ -595,8 +603,6 @@ def train_alone(capability, model, out, preset: str, changes: dict, log=print, *
     from trace_nb.core.policy import load_model
     from trace_nb.core.ranks import leads
     from trace_nb.adapt.library import make_card
-    from trace_nb.adapt.routing import examples
-    from trace_nb.synthesize.capabilities import ALL_ENVIRONMENTS
     from trace_nb.train.grpo import PRESETS, default_settings, train_adapter
     from trace_nb.train.tasks import adapter_name, environments_of
     classes = environments_of(capability)
@@ -609,6 +615,5 @@ def train_alone(capability, model, out, preset: str, changes: dict, log=print, *
     if (out/"checkpoint.pt").exists(): log(f"{out} has a checkpoint: its steps are shown again, then it goes on")
     train_adapter(base, tokenizer, capability, out, settings, lambda r: log(f"step {r['step']} of {settings.steps}: reward {r['reward']:.3f}, success {r['success']:.2f}, informative {r['informative_share']:.2f}, {r['seconds']:.1f} s" + (f", mismatch {r['mismatch_mean']:.4f} nats" if "mismatch_mean" in r else "")), **options)
     if not leads(): return
-    ours = {c for known in ALL_ENVIRONMENTS.values() for c in known}
-    make_card(out, model, "grpo", classes, settings=settings, **({} if ours.issuperset(classes) else {"requests": examples(classes)}))
+    make_card(out, model, "grpo", classes, settings=settings, **requests_kept(classes))
     log(f"adapter: {out}; judge it with `trace-nb gate {capability} {out} --model {model}`")

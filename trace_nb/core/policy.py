@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from .environment import Episode, as_message, tool_names
+from .environment import Episode, as_message
 from .ranks import launched
 from .trajectory import InputError, data_folder
 

@@ -140,10 +140,9 @@ def _token_weights(student, teacher, tokens, chosen, gamma):
     return early_weights(torch.zeros(chosen.shape, device=gaps.device).masked_scatter(chosen, gaps), gamma)[chosen]
 
 # %% ../../nbs/train/07_distill.ipynb #da022f87
-def measure(tuned, policy, tasks, settings: DistillSettings = DistillSettings(), seed: int = 0) -> dict:
-    "Per capability, on the student's own rollouts of `tasks` and without learning: see `step_facts`."
+def measure(tuned, rows, played, settings: DistillSettings = DistillSettings()) -> dict:
+    "Per capability, on what `visit` returned and without learning: see `step_facts`."
     import torch
-    rows, played = visit(policy, tasks, seed)
     with torch.no_grad(): sums = [(b[0].capability, compare(tuned, b, settings)[1]) for b in batches(rows, settings.microbatch)]
     return step_facts(played, sums)
 

@@ -22,7 +22,6 @@ from ..core.ranks import add_over_ranks, launched, leads, over_ranks, ranks, sha
 from ..core.rollout import begin, derived_seed, play, rollout
 from ..core.trajectory import InputError
 from .adapter import check_changes, check_sampler, check_saved, fingerprint, further, read_checkpoint, save_adapter, weights_hash, with_lora, write_checkpoint
-from .gate import accept
 from .tasks import FIRST_HELD_OUT_SEED, FIRST_TRAINING_SEED, adapter_name, plateau_tasks, task_schedule
 
 # %% ../../nbs/train/01_grpo.ipynb #fdc986a8
