@@ -190,7 +190,7 @@ def test_a_client_that_leaves_stops_its_answer(engine, served, monkeypatch):
     with pytest.raises(openai.APITimeoutError): ask(served.client(timeout=3, max_retries=0), openings(2)[1], max_tokens=1200)
     until = time.time() + 150
     while (len(written) < 2 or engine.open) and time.time() < until: time.sleep(.05)
-    assert written == [50, 50] and engine.open == 0
+    assert len(written) == 2 and max(written) <= 50 and engine.open == 0
 
 
 def test_in_front_of_a_server_with_the_adapters_by_name(served, offline):

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'Parameters', 'Run', 'peak_memory', 'stage', 'say', 'spend', 'charge', 'play_tasks', 'some_read',
-           'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'diagnosed', 'built_in', 'stage_synthesize',
-           'base_facts', 'usable', 'adopted', 'stage_generated', 'given_environments', 'settings_of', 'train_into',
-           'stage_train', 'stage_gate', 'write_card', 'requests_kept', 'requests_of', 'adapters_of', 'stage_adapt',
-           'stage_evaluate', 'stage_report', 'save_figures', 'write_result', 'check_parameters', 'play_routed',
-           'diagnose_routed', 'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary',
-           'prepared', 'evaluate_policy', 'narrowed', 'accepted_adapters', 'adapter_folders', 'run_model',
-           'route_request', 'routed_agent', 'train_alone']
+           'play_held_out', 'load_agent', 'stage_base', 'stage_diagnose', 'diagnosed', 'stage_probe',
+           'lacking_at_first', 'built_in', 'stage_synthesize', 'base_facts', 'usable', 'adopted', 'stage_generated',
+           'given_environments', 'settings_of', 'train_into', 'stage_train', 'stage_gate', 'write_card',
+           'requests_kept', 'requests_of', 'adapters_of', 'stage_adapt', 'stage_evaluate', 'stage_report',
+           'save_figures', 'write_result', 'check_parameters', 'check_start', 'play_routed', 'diagnose_routed',
+           'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary', 'prepared',
+           'evaluate_policy', 'narrowed', 'accepted_adapters', 'adapter_folders', 'run_model', 'route_request',
+           'routed_agent', 'train_alone']
 
 # %% ../nbs/00_pipeline.ipynb #63c550cb
 import hashlib, json, os, platform, resource, shutil, sys, time
@@ -183,6 +184,31 @@ def diagnosed(run, played: str, suffix: str = "") -> list[str]:
     write_json(result, run.path(f"capabilities{suffix}.json"))
     return [c["name"] for c in result["capabilities"] if c["selected"]]
 
+# %% ../nbs/00_pipeline.ipynb #93defa80
+def stage_probe(run):
+    "Capabilities that the bare agent lacks in the environments themselves."
+    from trace_nb.diagnose.probe import TRIALS, play_probe, probe_record
+    from trace_nb.train.tasks import environments_of
+    library = built_in(run.parameters.target)[0] | {c: environments_of(run.spec(c)) for c in run.generated}
+    played = play_probe(load_agent(run), library, max(2, run.scale.held_out // TRIALS), TRIALS, run.parameters.seed, run.say)
+    run.spend(played)
+    write_trajectories(played, run.path("trajectories", "probe.jsonl"))
+    record = probe_record(played)
+    write_json(record, run.path("capabilities.json"))
+    return [c["name"] for c in record["capabilities"] if c["selected"]]
+
+def lacking_at_first(run, cold: bool) -> list[str]:
+    "Play the base, and say what it lacks: by contrast of its trajectories or, from cold, by the probe."
+    if not cold:
+        run.stage("base", stage_base)
+        found = run.stage("diagnose", stage_diagnose)
+        if not found: run.say("nothing was selected: failures and successes of the train split do not contrast. --cold-start asks the environments themselves", force=True)
+        return found
+    sources = "".join(run.generated[c].read_text(encoding="utf-8") for c in sorted(run.generated))
+    found = run.stage("probe", stage_probe, given=sources)
+    run.stage("base", stage_base)
+    return found
+
 # %% ../nbs/00_pipeline.ipynb #bab44f03
 def built_in(target: str) -> tuple[dict, set]: # capability -> classes; the target's domains
     "The capabilities that have environments of ours for a target."
@@ -349,17 +375,20 @@ def stage_report(run, adapters, routing, rounds: int = 1):
     save_figures(run, rows)
     return True
 
-# %% ../nbs/00_pipeline.ipynb #134eef31
+# %% ../nbs/00_pipeline.ipynb #e0ec2c34
 def save_figures(run, rows):
-    "figures/methods.svg and figures/coverage_gap.svg of a run."
+    "figures/methods.svg of a run, and figures/coverage_gap.svg or, from cold, figures/probe.svg."
     import matplotlib
     matplotlib.use("Agg")
     import pandas as pd
     from matplotlib import pyplot as plt
+    from trace_nb.diagnose.probe import plot_probe
     from trace_nb.diagnose.selection import plot_coverage_gap
     from trace_nb.evaluate.figures import plot_methods
     test = pd.DataFrame([r for r in rows if r["split"] == "test" and r["target"] == run.parameters.target])
-    draw = {"methods": lambda ax: plot_methods(test, ax=ax), "coverage_gap": lambda ax: plot_coverage_gap(read_json(run.path("capabilities.json"))["capabilities"], ax=ax)}
+    found = read_json(run.path("capabilities.json"))
+    selection = ("probe", lambda ax: plot_probe(found, ax=ax)) if "probe" in found else ("coverage_gap", lambda ax: plot_coverage_gap(found["capabilities"], ax=ax))
+    draw = dict([("methods", lambda ax: plot_methods(test, ax=ax)), selection])
     run.path("figures").mkdir(parents=True, exist_ok=True)
     for name, plot in draw.items():
         figure, ax = plt.subplots(figsize=(6.5, 3.25), layout="constrained")
@@ -381,6 +410,13 @@ def check_parameters(p: Parameters):
     if p.scale not in SCALES: raise InputError(f"unknown scale {p.scale!r}; known: {', '.join(SCALES)}")
     if p.model in SCRIPTED: raise InputError(f"{p.model} is a script and cannot be trained; give `pocket`, a folder or a Hugging Face id")
     model_path(p.weights)
+
+# %% ../nbs/00_pipeline.ipynb #333a1ad7
+def check_start(run, cold: bool):
+    "A run goes on as it began: with logs or from cold."
+    begun = run.manifest["stages"]
+    if begun and ("probe" in begun) != cold:
+        raise InputError(f"{run.folder} was begun {'without' if cold else 'with'} --cold-start; nothing was changed. Go on as it began, or use another --out")
 
 # %% ../nbs/00_pipeline.ipynb #3f191f16
 def play_routed(run, split: str, heirs: dict, routing: dict, save: str, trials: int):
@@ -443,11 +479,10 @@ def further_round(run, number: int, described: dict, heirs: dict, routing: dict)
         if verdict["accepted"]: after[capability] = f"{capability}_{number}"
     return after
 
-# %% ../nbs/00_pipeline.ipynb #4525709d
-def run_stages(run, rounds: int = 1) -> dict:
+# %% ../nbs/00_pipeline.ipynb #596e5c88
+def run_stages(run, rounds: int = 1, cold: bool = False) -> dict:
     "All stages in their order; returns the trainable capabilities, the accepted adapters {name: description} and the routing."
-    run.stage("base", stage_base)
-    selected = run.stage("diagnose", stage_diagnose)
+    selected = lacking_at_first(run, cold)
     described = {c["name"]: c["description"] for c in read_json(run.path("capabilities.json"))["capabilities"]}
     trainable, adapters, judged = list(run.stage("synthesize", lambda r: stage_synthesize(r, selected))), {}, []
     for capability in trainable + [c for c in selected if c in run.generated]:
@@ -471,9 +506,10 @@ def run_stages(run, rounds: int = 1) -> dict:
     write_result(run, read_json(run.path("result.json"))["rows"])
     return {"trainable": {c: described[c] for c in judged}, "adapters": adapters, "routing": routing}
 
-# %% ../nbs/00_pipeline.ipynb #c43af865
+# %% ../nbs/00_pipeline.ipynb #665f7f0e
 def run_loop(folder, parameters: Parameters = Parameters(), log=print, rounds: int = 1,
-             environments: str = "" # folder of accepted generated environments, besides those in the run folder
+             environments: str = "", # folder of accepted generated environments, besides those in the run folder
+             cold: bool = False # select by a probe of the environments instead of by contrast
             ) -> dict:
     "The whole TRACE loop in a run folder; returns the content of result.json. A finished run may be given further rounds."
     check_parameters(parameters)
@@ -481,8 +517,9 @@ def run_loop(folder, parameters: Parameters = Parameters(), log=print, rounds: i
     given = given_environments(environments)
     with only_one(Path(folder)):
         run = Run(folder, parameters, log)
+        check_start(run, cold)
         run.generated = adopted(run, given)
-        run_stages(run, rounds)
+        run_stages(run, rounds, cold)
         from trace_nb.evaluate.report import write_report
         write_report(run.folder)
         return read_json(run.path("result.json"))

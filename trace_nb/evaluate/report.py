@@ -279,9 +279,19 @@ def _coverage_figure(record):
     caption = "How many failures lack a capability (coverage) against how much more often it is lacking on failures than on successes (contrastive gap). Filled: selected."
     return _figure("coverage", caption, lambda axes: plot_coverage_gap(record["capabilities"], ax=axes[0, 0], **limits), size=(6.5, 4.2))
 
+# %% ../../nbs/evaluate/03_report.ipynb #c1d515e7
+def _probed(record):
+    "Figure and table of a probe."
+    from trace_nb.diagnose.probe import plot_probe
+    caption = "Success of the bare agent in each capability's environments with its 95 % interval. Filled: selected, since the interval lies below the limit and some seed's rewards differ."
+    rows = [(e["name"], e["description"], _number(e["success"]), "{:.3f} to {:.3f}".format(*e["interval"]), _number(e["informative"]), "selected" if e["selected"] else e["evidence"]) for e in record["capabilities"]]
+    table = _table(["capability", "what it is", "success", "95 % interval", "informative seeds", ""], rows, words=2, marked=[e["name"] for e in record["capabilities"] if e["selected"]])
+    return [_figure("probe", caption, lambda axes: plot_probe(record, ax=axes[0, 0]), size=(6.5, 2.6)), table]
+
 # %% ../../nbs/evaluate/03_report.ipynb #a7313db4
 def _diagnosis(run):
     record = _need(run, "capabilities.json", "labels/selected_capabilities.json", "selected_capabilities.json")
+    if "probe" in record: return _probed(record)
     try: figure = _coverage_figure(record)
     except FAULTY as e: figure = P(f"The coverage figure is not shown ({type(e).__name__}: {e}).", cls="missing")
     rows = _capability_rows(record["capabilities"])
