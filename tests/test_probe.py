@@ -63,6 +63,15 @@ def test_the_command(tmp_path, capsys):
     assert log.read_bytes() == before
 
 
+def test_an_agent_that_cannot_be_reached_is_no_deficit():
+    class Gone:
+        name = "gone"
+        def begin(self, conversations, seed):
+            for c in conversations: c.fault = "nobody there"
+        def act(self, conversations): return [{"role": "assistant", "content": ""}] * len(conversations)
+    with pytest.raises(InputError, match="gone: no rollout of the probe came to a verdict"): play_probe(Gone(), ENVIRONMENTS, 2, 2)
+
+
 @pytest.mark.parametrize("words, said", [(["--seeds", "1"], "at least 2"), (["--limit", "nan"], "--limit"), (["--limit", "2"], "--limit"), (["--target", "moon"], "moon"),
                                          (["--policy", "http://127.0.0.1:9/v1"], "--model is missing"), (["--policy", "no/such/model"], "no/such/model")])
 def test_bad_input_is_one_line(tmp_path, capsys, words, said):

@@ -23,8 +23,10 @@ def play_probe(policy,
     from trace_nb.core.rollout import derived_seed, rollout
     played, first = [], FIRST_PROBE_SEED + 10_000 * seed
     for capability, classes in library.items():
-        played += rollout(policy, [classes[i % len(classes)] for i in range(seeds)], range(first, first + seeds), trials, seed=derived_seed(seed, "probe", capability),
+        own = rollout(policy, [classes[i % len(classes)] for i in range(seeds)], range(first, first + seeds), trials, seed=derived_seed(seed, "probe", capability),
                           metadata={"method": "probe", "capability": capability}, progress=progress and (lambda a, b, c=capability: progress(f"{c}: {a} of {b} rollouts")))
+        if all(t.termination == "policy_error" for t in own): raise InputError(f"{policy.name}: no rollout of the probe came to a verdict; check the model, its address and its context length")
+        played += own
     return played
 
 # %% ../../nbs/diagnose/08_probe.ipynb #7c753608
@@ -38,7 +40,7 @@ def judge_probe(played: list, # of `play_probe`
     by = {}
     for t in played: by.setdefault(t.metadata["capability"], []).append(t)
     frame = pd.concat([evaluation_frame(ts, c, "probe", "library").assign(task_id=[f"{t.environment}/{t.task_id}" for t in ts]) for c, ts in by.items()], ignore_index=True)
-    if not is_scored(frame).any(): raise InputError("no rollout of the probe came to a verdict; check the model, its address and its context length")
+    if not is_scored(frame).any(): raise InputError("no rollout of the probe came to a verdict: every environment broke; `trace-nb check` says where")
     rows = {r["method"]: r for r in table_rows(results_table(frame)) if r["target"] == "library"}
     mixed = frame[is_scored(frame)].groupby(["method", "task_id"]).reward.nunique().gt(1).groupby("method").mean()
     found = [_entry(rows[c], ts, float(mixed[c]), limit) for c, ts in by.items() if c in rows]
