@@ -94,7 +94,7 @@ def demonstrate(cls, seed: int, lacks: set, **row) -> Episode:
     return episode
 
 # %% ../../nbs/train/03_phone_demonstrations.ipynb #bd6ece84
-LACKING = {"permission": .66, "datetime": .66}
+LACKING = {"permission": .84, "datetime": .74}
 
 def draw_lacks(seed: int) -> set:
     "What the demonstrator of one episode lacks: an even spread over consecutive seeds."
