@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from trace_nb.core.environment import call_tool, contract_faults, replay, tool_names, tool_schemas
-from trace_nb.core.policy import load_policy
+from trace_nb.core.policy import load_policy, weights_of
 from trace_nb.core.rollout import rollout
+from trace_nb.core.trajectory import data_folder
 from trace_nb.synthesize.datetime_reasoning import DatetimeReasoning
 from trace_nb.synthesize.permission_recovery import PermissionRecovery
 from trace_nb.targets.desk import load_tasks
@@ -302,3 +303,11 @@ def test_pocket_is_a_base_for_the_phone():
     plain = [t.success for t, task in zip(played, tasks) if task.needs == ("tool_calling_precision",)]
     assert .3 <= sum(t.reward for t in played) / len(played) <= .6 and sum(plain) / len(plain) >= .75
     assert sum(t.metadata["broken_calls"] for t in played) <= .02 * sum(t.metadata["calls"] for t in played)
+
+
+@pytest.mark.skipif(not (data_folder()/"pocket"/"phone"/"config.json").exists(), reason="data/pocket/phone has no weights: run `make pocket`")
+def test_pocket_leaves_room_on_phone():
+    "Base similarity between .3 and .5, perfect scores well below half, calls that can be read."
+    played = rollout(load_policy(weights_of("pocket", "phone")), Phone, [t.seed for t in TASKS], 2, [t.task_id for t in TASKS])
+    assert .3 < sum(t.reward for t in played) / len(played) < .5 and sum(t.success for t in played) / len(played) < .42
+    assert sum(t.metadata["broken_calls"] for t in played) < .02 * sum(t.metadata["calls"] for t in played)

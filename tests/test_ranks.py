@@ -1,5 +1,6 @@
 "One training over two processes (gloo, loopback): the adapter of one process up to rounding, written once; a killed one goes on in one process."
 import os, subprocess, sys
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -17,14 +18,16 @@ from trace_nb.train.tasks import capability_tasks
 needs_ranks = pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="this torch was built without torch.distributed and gloo")
 
 SETTINGS = GRPOSettings(steps=2, groups=3, group_size=4, refill=1, evaluate_every=2, held_out=2, stream="rollout")
+LIMITED = replace(SETTINGS, steps=4, budget=40, refill=2, advantage="batch", loss_mean="tokens", clip_high=.28, evaluate_every=0)
 TASKS = [("MultiStepRetail", "precondition_verification"), 6]
 WORKER = f"""
 import os, sys
 from trace_nb.core.policy import load_model
 from trace_nb.train.grpo import GRPOSettings, train_adapter
 from trace_nb.train.tasks import capability_tasks
-die = sys.argv[2:] and (lambda record: os._exit(3))
-train_adapter(*load_model("pocket"), "mixed", f"{{sys.argv[1]}}/of_rank_{{os.environ['RANK']}}", {SETTINGS!r}, die or print, tasks=capability_tasks(*{TASKS!r}), checkpoint_every=1)
+die = "die" in sys.argv and (lambda record: os._exit(3))
+settings = {LIMITED!r} if "limited" in sys.argv else {SETTINGS!r}
+train_adapter(*load_model("pocket"), "mixed", f"{{sys.argv[1]}}/of_rank_{{os.environ['RANK']}}", settings, die or print, tasks=capability_tasks(*{TASKS!r}), checkpoint_every=1)
 """
 
 
@@ -68,6 +71,19 @@ def test_two_ranks_make_the_adapter_of_one(alone, worker, tmp_path):
     same = lambda records: [{k: v for k, v in r.items() if k not in ("seconds", "loss")} for r in records]
     assert same(said) == same(log) and [r["loss"] for r in said] == pytest.approx([r["loss"] for r in log], abs=1e-4)
     assert 0 < apart(folder, tmp_path/"out"/"of_rank_0") < 1e-4
+
+
+@needs_ranks
+def test_a_budget_and_the_batchs_advantage_are_those_of_one_process(worker, tmp_path):
+    "All ranks together stop at the budget, refilled rollouts counted, and rewards are scaled by the deviation of the whole batch."
+    log = train_adapter(*load_model("pocket"), "mixed", tmp_path/"alone", LIMITED, tasks=capability_tasks(*TASKS), checkpoint_every=0)
+    spent = sum(r["rollouts"] for r in log)
+    assert LIMITED.budget - LIMITED.groups * LIMITED.group_size < spent <= LIMITED.budget and len(log) < LIMITED.steps
+    done = launch(worker, tmp_path/"out", "limited")
+    assert done.returncode == 0, done.stderr
+    said = [eval(line) for line in done.stdout.splitlines()]
+    assert [(r["rollouts"], r["reward"], r["refilled_groups"]) for r in said] == [(r["rollouts"], r["reward"], r["refilled_groups"]) for r in log]
+    assert apart(tmp_path/"alone", tmp_path/"out"/"of_rank_0") < 1e-4
 
 
 @needs_ranks
