@@ -48,6 +48,7 @@ readme: $(DONE)    ## write README.md from nbs/index.ipynb
 lab: $(DONE)    ## open the notebooks in JupyterLab
 	$(BIN)/jupyter-lab nbs
 
+pocket: export OMP_NUM_THREADS = 1
 pocket: $(DONE)    ## train the built-in agent again, for desk and for phone, into data/pocket
 	$(BIN)/python -m trace_nb.train.pocket --out data/pocket
 	$(BIN)/python -m trace_nb.train.pocket --world phone --out data/pocket/phone

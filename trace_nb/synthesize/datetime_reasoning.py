@@ -87,7 +87,7 @@ class DatetimeReasoning(Device):
 
     def _draw(self, rng):
         d = self._row.get("difficulty", .5)
-        weights = {_full_date: .55 * (1 - d), _later: .3 * (1 - d), _postponed: .15, _on_holiday: .15, _until: .1, _day: .1 + .3 * d, _next_weekday: .3 * d}
+        weights = {_full_date: .7 * (1 - d), _later: .3 * (1 - d), _postponed: .15, _on_holiday: .15, _until: .1, _day: .1 + .3 * d, _next_weekday: .3 * d}
         self._kind = kind = rng.choices(list(weights), weights.values())[0]
         request, errand = _reminder(self, rng, kind) if kind in (_later, _day, _next_weekday) else kind(self, rng)
         self._errands = [errand]

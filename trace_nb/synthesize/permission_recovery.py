@@ -52,7 +52,7 @@ class PermissionRecovery(Device):
 
     def _draw(self, rng):
         ask, difficulty = rng.choices(list(ASKS), [.5, .25, .25])[0], self._row.get("difficulty", .5)
-        free, low, self._kept = rng.random() < .55 * (1 - difficulty), rng.random() < .3 + .4 * difficulty, rng.random() < .25
+        free, low, self._kept = rng.random() < .75 * (1 - difficulty), rng.random() < .3 + .4 * difficulty, rng.random() < .25
         request, errand = ask(self, rng)
         keep = rng.choice(KEEP)
         self._keep_contact("Me")
