@@ -586,6 +586,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'trace_nb/core/trajectory.py'),
                                           'trace_nb.core.trajectory.same_file': ( 'core/trajectory.html#same_file',
                                                                                   'trace_nb/core/trajectory.py'),
+                                          'trace_nb.core.trajectory.scored': ('core/trajectory.html#scored', 'trace_nb/core/trajectory.py'),
                                           'trace_nb.core.trajectory.show_messages': ( 'core/trajectory.html#show_messages',
                                                                                       'trace_nb/core/trajectory.py'),
                                           'trace_nb.core.trajectory.trajectory_from': ( 'core/trajectory.html#trajectory_from',

@@ -11,10 +11,10 @@ __all__ = ['MEASURING', 'COSTS', 'MERGES', 'ROUTES', 'ROUTED', 'ROWS', 'BEFORE',
            'pooled', 'all_frames', 'comparison_table', 'stated_table', 'compare_seeds']
 
 # %% ../nbs/02_comparison.ipynb #c9fe98fd
-import shutil
+import math, shutil
 from dataclasses import replace
 from pathlib import Path
-from .core.trajectory import InputError, only_one, read_json, read_trajectories, write_json
+from .core.trajectory import InputError, only_one, read_json, read_trajectories, scored, write_json
 from .pipeline import SCALES, Parameters, Run, check_parameters, adapters_of, load_agent, play_tasks, requests_of, run_stages, train_into
 
 # %% ../nbs/02_comparison.ipynb #713458b7
@@ -205,7 +205,7 @@ def make_turns(c):
     def play(table):
         played = rollout(Turns(local, event_rule(table)), [t.environment for t in tasks], [t.seed for t in tasks], adapters=first, seed=derived_seed(c.parameters.seed, "turns"))
         c.spend(played); c.say(f"turns: {table}")
-        return [float(t.success or 0) for t in played]
+        return [float(t.success) if scored([t]) else math.nan for t in played]
     table, _ = fit_event_rule(play, [*adapters, "base"])
     return {"adapters": {n: c.adapter(n) for n in adapters}, "choices": c.found["routing"]["choices"][c.found["routing"]["method"]], "turns": table,
             "note": ", ".join(f"after {e}: {o}" for e, o in table.items()) or "no event changes the adapter to advantage"}

@@ -18,7 +18,7 @@ import hashlib, json, os, platform, resource, shutil, sys, time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from .core.policy import weights_of
-from .core.trajectory import InputError, only_one, package_versions, read_json, read_trajectories, write_json, write_trajectories
+from .core.trajectory import InputError, only_one, package_versions, read_json, read_trajectories, scored, write_json, write_trajectories
 
 # %% ../nbs/00_pipeline.ipynb #c0b83517
 @dataclass(frozen=True)
@@ -232,7 +232,8 @@ def base_facts(run, policy, capability) -> dict:
     from trace_nb.train.tasks import environments_of
     played = play_held_out(run, policy, capability)
     write_trajectories(played, run.path("trajectories", f"held_out_base_{capability}.jsonl"))
-    return {"classes": [c.__name__ for c in environments_of(run.spec(capability))], "base_success": sum(t.success for t in played) / len(played), **halves(played)}
+    counted = scored(played)
+    return {"classes": [c.__name__ for c in environments_of(run.spec(capability))], "base_success": sum(t.success for t in counted) / len(counted) if counted else None, **halves(played)}
 
 # %% ../nbs/00_pipeline.ipynb #668d716c
 def usable(run, files) -> dict: # capability -> class file
@@ -430,7 +431,7 @@ def play_routed(run, split: str, heirs: dict, routing: dict, save: str, trials: 
 def diagnose_routed(run, number: int) -> list[str]:
     "Capabilities that the routed agent still lacks, by the same rules as in the first round; none where nothing can be contrasted."
     played = f"before_{number}_train"
-    outcomes = {bool(t.success) for t in read_trajectories(run.path("trajectories", f"{played}.jsonl"))}
+    outcomes = {bool(t.success) for t in scored(read_trajectories(run.path("trajectories", f"{played}.jsonl")))}
     return diagnosed(run, played, f"_{number}") if len(outcomes) == 2 else []
 
 # %% ../nbs/00_pipeline.ipynb #5f435a8b

@@ -386,7 +386,7 @@ def _episodes(run):
     "An index of all trajectories: file, line number, method, task, verdict; the texts stay on disk."
     paths = sorted((run/"trajectories").glob("*.jsonl"))
     if not paths: raise FileNotFoundError("trajectories/*.jsonl")
-    rows = [(p, n, _method_of(t, p), t.environment, t.task_id, t.trial, t.success) for p in paths for n, t in enumerate(iter_trajectories(p))]
+    rows = [(p, n, _method_of(t, p), t.environment, t.task_id, t.trial, None if t.termination in FAULTS else t.success) for p in paths for n, t in enumerate(iter_trajectories(p))]
     if not rows: raise FileNotFoundError("trajectory in trajectories/*.jsonl")
     frame = pd.DataFrame(rows, columns=["path", "number", "method", "environment", "task_id", "trial", "success"])
     key = lambda r: hashlib.sha256(f"{r.environment}/{r.task_id}".encode()).hexdigest()

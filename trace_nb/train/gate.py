@@ -9,14 +9,14 @@ __all__ = ['task_means', 'noise_floor', 'compare', 'halves', 'accept', 'gate_ada
 import math
 from ..core.rollout import derived_seed, rollout
 from ..core.statistics import paired_interval, paired_permutation
-from ..core.trajectory import InputError
+from ..core.trajectory import InputError, scored
 from .tasks import FIRST_HELD_OUT_SEED, adapter_name, environments_of
 
 # %% ../../nbs/train/08_gate.ipynb #f9ba3722
 def task_means(trajectories) -> dict:
-    "Mean success of each task."
+    "Mean success of each task over the trials that came to a verdict; a task without one has no mean."
     found = {}
-    for t in trajectories: found.setdefault(t.task_id, []).append(float(t.success))
+    for t in scored(trajectories): found.setdefault(t.task_id, []).append(float(t.success))
     return {k: sum(v) / len(v) for k, v in found.items()}
 
 # %% ../../nbs/train/08_gate.ipynb #24368d24
@@ -40,7 +40,7 @@ def halves(trajectories) -> dict:
     "Success where the request was allowed and where it was not: `act_success` and `refuse_success`, each where there are such tasks."
     found = {}
     for name, allowed in (("act_success", 1.), ("refuse_success", 0.)):
-        half = [t.success for t in trajectories if getattr(t, "parts", {}).get("allowed") == allowed]
+        half = [t.success for t in scored(trajectories) if t.parts.get("allowed") == allowed]
         if half: found[name] = sum(half) / len(half)
     return found
 

@@ -20,7 +20,7 @@ from ..core.environment import Episode
 from ..core.policy import Conversation, Local
 from ..core.ranks import add_over_ranks, launched, leads, over_ranks, ranks, share
 from ..core.rollout import begin, derived_seed, play, rollout
-from ..core.trajectory import InputError
+from ..core.trajectory import FAULTS, InputError, scored
 from .adapter import check_changes, check_sampler, check_saved, fingerprint, further, read_checkpoint, save_adapter, weights_hash, with_lora, write_checkpoint
 from .tasks import FIRST_HELD_OUT_SEED, FIRST_TRAINING_SEED, adapter_name, plateau_tasks, task_schedule
 
@@ -198,7 +198,7 @@ def drop_hint(conversation, text # the policy's `ChatText`
 # %% ../../nbs/train/01_grpo.ipynb #99419b9c
 def _reward(c) -> float:
     "The reward; nan where the environment or its user broke, which is no failure of the agent."
-    if not isinstance(c, Conversation) or c.episode.termination in ("environment_error", "user_error", "policy_error"): return float("nan")
+    if not isinstance(c, Conversation) or c.episode.termination in FAULTS: return float("nan")
     try: return float(c.episode.environment.get_reward())
     except Exception as e: c.episode.fault = repr(e); return float("nan")
 
@@ -395,10 +395,11 @@ def ended(log, settings) -> bool:
 
 # %% ../../nbs/train/01_grpo.ipynb #63923fe9
 def look(policy, tasks, settings) -> dict:
-    "Success of the adapter on held-out tasks, one rollout each and the same numbers every time, and what that cost."
+    "Success of the adapter on held-out tasks, one rollout each and the same numbers every time, and what that cost; without a trial that came to a verdict, the cost alone."
     classes, seeds = zip(*tasks)
     played = rollout(policy, list(classes), seeds, adapters=["default"] * len(seeds), seed=derived_seed("plateau", settings.seed))
-    return {"held_out_success": sum(t.success for t in played) / len(played), "rollouts": len(played), "tokens": sum(t.metadata.get("tokens", 0) for t in played)}
+    counted = scored(played)
+    return {**({"held_out_success": sum(t.success for t in counted) / len(counted)} if counted else {}), "rollouts": len(played), "tokens": sum(t.metadata.get("tokens", 0) for t in played)}
 
 # %% ../../nbs/train/01_grpo.ipynb #5145c488
 def training_facts(model, name, settings, tasks, hint, start=None, served: bool = False) -> dict:
