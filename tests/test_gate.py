@@ -58,3 +58,34 @@ def test_a_look_at_a_broken_environment_says_no_rate():
     assert look(load_policy("oracle"), [(Odd, s) for s in range(4)], GRPOSettings())["held_out_success"] == 1.
     alone = look(load_policy("oracle"), [(Odd, 1)], GRPOSettings())
     assert alone == {"rollouts": 1, "tokens": 0} and not plateau([alone] * 9, 2)
+
+
+def verdict(accepted, seeds):
+    return {"accepted": accepted, "reason": "" if accepted else "does not beat the base", "metrics": {"held_out_tasks": seeds}, "budget": {"rollouts": 2 * seeds, "tokens": 0}}
+
+
+@pytest.mark.parametrize("before, later, stays", [(96, 8, True), (96, 95, True), (8, 8, False), (8, 96, False), (0, 1, False)])
+def test_a_smaller_verdict_does_not_replace_a_larger_one(tmp_path, monkeypatch, capsys, before, later, stays):
+    from trace_nb.cli import main
+    from trace_nb.core.trajectory import read_json, write_json
+    from trace_nb.train import gate
+    (tmp_path/"adapter_config.json").write_text("{}")
+    card = {"name": "MultiStepRetail", "description": "steps", "weights_sha256": "ab", **(verdict(True, before) if before else {"accepted": None, "metrics": {}})}
+    write_json(card, tmp_path/"capability.json")
+    full = verdict(False, later)
+    full["metrics"] |= {"held_out_base": .5, "held_out_adapter": .4, "held_out_gain": -.1, "held_out_gain_interval": [-.2, 0.], "held_out_noise": .1}
+    monkeypatch.setattr(gate, "gate_adapter", lambda *_, **__: full)
+    monkeypatch.setattr("trace_nb.core.policy.load_policy", lambda *_: None)
+    assert main(["gate", "MultiStepRetail", str(tmp_path), "--held-out", str(later)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "rejected: does not beat the base" in said
+    assert read_json(tmp_path/"capability.json") == (card if stays else card | full)
+    kept = [line for line in said if "earlier verdict" in line]
+    assert len(kept) == stays and all(str(n) in line for line in kept for n in (before, later, "--held-out"))
+
+
+def test_a_card_that_is_none_is_said_before_anything_is_played(tmp_path, capsys, monkeypatch):
+    from trace_nb.cli import main
+    (tmp_path/"adapter_config.json").write_text("{}"); (tmp_path/"capability.json").write_text("[]")
+    monkeypatch.setattr("trace_nb.train.gate.gate_adapter", lambda *_, **__: pytest.fail("played"))
+    assert main(["gate", "MultiStepRetail", str(tmp_path)]) == 2 and "capability.json" in capsys.readouterr().err

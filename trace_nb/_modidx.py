@@ -3083,6 +3083,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'trace_nb.train.gate.gate_folder': ('train/gate.html#gate_folder', 'trace_nb/train/gate.py'),
                                      'trace_nb.train.gate.halves': ('train/gate.html#halves', 'trace_nb/train/gate.py'),
                                      'trace_nb.train.gate.noise_floor': ('train/gate.html#noise_floor', 'trace_nb/train/gate.py'),
+                                     'trace_nb.train.gate.seeds_of': ('train/gate.html#seeds_of', 'trace_nb/train/gate.py'),
                                      'trace_nb.train.gate.task_means': ('train/gate.html#task_means', 'trace_nb/train/gate.py')},
             'trace_nb.train.grpo': { 'trace_nb.train.grpo.GRPOSettings': ('train/grpo.html#grposettings', 'trace_nb/train/grpo.py'),
                                      'trace_nb.train.grpo.GRPOSettings.__post_init__': ( 'train/grpo.html#grposettings.__post_init__',
