@@ -212,6 +212,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'trace_nb.adapt.serve._routed': ('adapt/serve.html#_routed', 'trace_nb/adapt/serve.py'),
                                       'trace_nb.adapt.serve._sent': ('adapt/serve.html#_sent', 'trace_nb/adapt/serve.py'),
                                       'trace_nb.adapt.serve._shown': ('adapt/serve.html#_shown', 'trace_nb/adapt/serve.py'),
+                                      'trace_nb.adapt.serve._why_none': ('adapt/serve.html#_why_none', 'trace_nb/adapt/serve.py'),
                                       'trace_nb.adapt.serve._work': ('adapt/serve.html#_work', 'trace_nb/adapt/serve.py'),
                                       'trace_nb.adapt.serve.application': ('adapt/serve.html#application', 'trace_nb/adapt/serve.py'),
                                       'trace_nb.adapt.serve.as_sent': ('adapt/serve.html#as_sent', 'trace_nb/adapt/serve.py'),
