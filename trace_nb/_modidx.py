@@ -280,6 +280,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'trace_nb.comparison.Comparison.folders': ( 'comparison.html#comparison.folders',
                                                                                  'trace_nb/comparison.py'),
                                      'trace_nb.comparison.all_frames': ('comparison.html#all_frames', 'trace_nb/comparison.py'),
+                                     'trace_nb.comparison.check_data': ('comparison.html#check_data', 'trace_nb/comparison.py'),
                                      'trace_nb.comparison.check_methods': ('comparison.html#check_methods', 'trace_nb/comparison.py'),
                                      'trace_nb.comparison.compare': ('comparison.html#compare', 'trace_nb/comparison.py'),
                                      'trace_nb.comparison.compare_seeds': ('comparison.html#compare_seeds', 'trace_nb/comparison.py'),

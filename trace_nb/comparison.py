@@ -8,7 +8,7 @@ __all__ = ['MEASURING', 'COSTS', 'MERGES', 'ROUTES', 'ROUTED', 'ROWS', 'BEFORE',
            'make_distilled', 'make_merge', 'make_prompt', 'described_texts', 'make_gepa', 'stage_routers', 'routers',
            'make_router_row', 'make_top_p', 'make_turns', 'make_again', 'make_adp', 'make_awm', 'stated_rollouts',
            'play_row', 'play_texts', 'do_row', 'frames', 'comparison_rows', 'ledger', 'compare', 'check_methods',
-           'pooled', 'all_frames', 'comparison_table', 'stated_table', 'compare_seeds']
+           'check_data', 'pooled', 'all_frames', 'comparison_table', 'stated_table', 'compare_seeds']
 
 # %% ../nbs/02_comparison.ipynb #c9fe98fd
 import math, shutil
@@ -338,7 +338,7 @@ def compare(folder, parameters: Parameters = Parameters(), methods=tuple(ROWS), 
     "Do the TRACE run and the named rows in a folder; returns what comparison.json holds."
     from trace_nb.evaluate.evaluate import placebo_oracle
     from trace_nb.evaluate.ledger import equal_budget, ledger_rows, total_rollouts
-    check_methods(methods); check_parameters(parameters)
+    check_methods(methods); check_parameters(parameters); check_data(data or {})
     with only_one(Path(folder)):
         c = Comparison(folder, parameters, log, data).begin()
         made = {name: do_row(c, name) for name in methods}
@@ -355,6 +355,15 @@ def check_methods(methods):
     "Unknown names are said before anything is played."
     unknown = [m for m in methods if m not in ROWS]
     if unknown: raise InputError(f"unknown method {unknown[0]!r}; known: {', '.join(ROWS)}")
+
+def check_data(data: dict):
+    "Data that was named and cannot be read is said before anything is played."
+    from trace_nb.train.outside_data import AWM_FILES, NO_DATA, adp_status, awm_status
+    adp, awm = (data.get(k) for k in ("adp", "awm"))
+    if adp and adp_status(adp): raise InputError(f"--adp {adp}: {'holds no ADP file' if Path(adp).exists() else 'no such file or folder'}; give a .jsonl file (also packed: .gz, .xz) or a folder of sources")
+    if awm and (status := awm_status(awm)):
+        why = status.removeprefix("not run: ") if status != NO_DATA else "not all files are there" if Path(awm).is_dir() else "no such folder"
+        raise InputError(f"--awm {awm}: {why}; give a folder with {', '.join(f'{n}.jsonl' for n in AWM_FILES.values())}, or leave --awm out")
 
 # %% ../nbs/02_comparison.ipynb #af7dfa1b
 def pooled(folders) -> dict:

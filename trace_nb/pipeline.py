@@ -266,7 +266,7 @@ def given_environments(folder: str) -> list[Path]:
     from trace_nb.synthesize.sandbox import mechanism
     if not folder: return []
     found = accepted_in(folder)
-    if not found: raise InputError(f"{folder}: no accepted environment; write one with `trace-nb generate`")
+    if not found: raise InputError(f"--environments {folder}: {'no accepted environment in it' if Path(folder).is_dir() else 'no such folder'}; give one with accepted environments, as `trace-nb generate` writes them")
     return mechanism() and found
 
 # %% ../nbs/00_pipeline.ipynb #de307db2
