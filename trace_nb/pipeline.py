@@ -641,10 +641,11 @@ def train_alone(capability, model, out, preset: str, changes: dict, log=print, *
     from trace_nb.core.policy import load_model
     from trace_nb.core.ranks import leads
     from trace_nb.adapt.library import make_card
-    from trace_nb.train.grpo import PRESETS, default_settings, train_adapter
+    from trace_nb.train.grpo import PRESETS, GRPOSettings, default_settings, train_adapter
     from trace_nb.train.tasks import adapter_name, environments_of
-    classes = environments_of(capability)
     if preset not in PRESETS: raise InputError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    GRPOSettings(**(PRESETS[preset] | changes))     # absurd sizes are said before anything is loaded
+    classes = environments_of(capability)
     out = Path(out or f"adapters/{adapter_name(capability)}")
     if out.exists() and not (out/"checkpoint.pt").exists(): raise InputError(f"{out} exists already; nothing was changed. Choose another --out")
     model = weights_of(model, classes[0].domain)
