@@ -395,6 +395,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'trace_nb/core/endpoint.py'),
                                         'trace_nb.core.endpoint._words': ('core/endpoint.html#_words', 'trace_nb/core/endpoint.py'),
                                         'trace_nb.core.endpoint.ask': ('core/endpoint.html#ask', 'trace_nb/core/endpoint.py'),
+                                        'trace_nb.core.endpoint.check_address': ( 'core/endpoint.html#check_address',
+                                                                                  'trace_nb/core/endpoint.py'),
                                         'trace_nb.core.endpoint.estimated_tokens': ( 'core/endpoint.html#estimated_tokens',
                                                                                      'trace_nb/core/endpoint.py'),
                                         'trace_nb.core.endpoint.ledger_text': ( 'core/endpoint.html#ledger_text',

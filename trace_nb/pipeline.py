@@ -541,12 +541,14 @@ def summary(result: dict, split: str = "test") -> str:
 # %% ../nbs/00_pipeline.ipynb #451c8ccc
 def prepared(target: str, policy: str, split: str, model: str = "") -> tuple:
     "Tasks, agent, adapter of each task (None: the base alone) and the row's name of a policy: a script, a model, a run folder or an address."
+    from trace_nb.core.endpoint import check_address
     from trace_nb.core.policy import load_policy
     from trace_nb.targets.desk import load_tasks
     tasks = load_tasks(target, split)
     if (Path(policy)/"manifest.json").exists(): return tasks, *routed_agent(policy, tasks)
     if not policy.startswith(("http://", "https://")): return tasks, load_policy(weights_of(policy, target)), None, policy
     if not model: raise InputError(f"--model is missing; name the model behind {policy}")
+    check_address(policy, option="--policy")
     return tasks, load_policy(policy, model=model), None, model
 
 # %% ../nbs/00_pipeline.ipynb #d4fb8139
@@ -638,13 +640,15 @@ def routed_agent(folder, tasks):
 # %% ../nbs/00_pipeline.ipynb #0015ffcb
 def train_alone(capability, model, out, preset: str, changes: dict, log=print, **options):
     "Train one adapter outside a run; a finished one is not written over, a killed one goes on. `options` are `train_adapter`'s."
+    from trace_nb.core.endpoint import check_address
     from trace_nb.core.policy import load_model
     from trace_nb.core.ranks import leads
     from trace_nb.adapt.library import make_card
     from trace_nb.train.grpo import PRESETS, GRPOSettings, default_settings, train_adapter
     from trace_nb.train.tasks import adapter_name, environments_of
     if preset not in PRESETS: raise InputError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
-    GRPOSettings(**(PRESETS[preset] | changes))     # absurd sizes are said before anything is loaded
+    GRPOSettings(**(PRESETS[preset] | changes))     # absurd sizes and dead addresses are said before anything is loaded
+    if options.get("sampler"): check_address(options["sampler"], option="--sampler")
     classes = environments_of(capability)
     out = Path(out or f"adapters/{adapter_name(capability)}")
     if out.exists() and not (out/"checkpoint.pt").exists(): raise InputError(f"{out} exists already; nothing was changed. Choose another --out")

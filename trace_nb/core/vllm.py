@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from .endpoint import _address, _key
+from .endpoint import _address, _key, check_address
 from .policy import ChatText, Local, _speaking_as, _stop_ids, message_reader
 from .rollout import derived_seed
 from .trajectory import InputError
@@ -53,6 +53,7 @@ class Server:
                  tolerance: float = .05, # see `canary`
                  say=None): # called with a line for each load; default: standard error
         from openai import OpenAI
+        check_address(url, key_variable)
         self.client, self.address = OpenAI(base_url=url, api_key=_key(key_variable), max_retries=attempts, timeout=timeout), _address(url)
         self.say, self.tolerance = say or (lambda line: print(line, file=sys.stderr, flush=True)), tolerance
         self.adapters, self.loads, self.lock = {}, {}, threading.Lock()     # name -> (path, probe, local log-probabilities), times loaded
