@@ -23,3 +23,12 @@ def test_it_is_refused_in_one_line(tmp_path, capsys, words, expected):
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(e in said for e in expected), said
     assert not (tmp_path/"out").exists(), "something was written"
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_the_hint_names_every_environment(capsys, command):
+    from trace_nb.synthesize.capabilities import ALL_ENVIRONMENTS
+    names = [c.__name__ for classes in ALL_ENVIRONMENTS.values() for c in classes]
+    assert main([command, "nosuch.py:Nope"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and len(names) == 10 and all(n in said for n in names), said

@@ -154,19 +154,19 @@ def served_weights(trainer, batch, logps, mask):
     "Importance weights [rows, tokens - 1] of a server's tokens, noted for the step's record; 1 where this process sampled."
     import torch
     if batch[0].logps is None: return 1.
-    from trace_nb.core.vllm import importance_weights
     sampled = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.logps) for r in batch], batch_first=True)[:, 1:].to(logps)
-    trainer.apart.append((logps.detach()[mask[:, 1:] > 0], sampled[mask[:, 1:] > 0]))
-    return importance_weights(logps, sampled, mask[:, 1:], trainer.settings.cap)[0]
+    apart = (logps.detach() - sampled) * mask[:, 1:]
+    trainer.apart.append(apart[mask[:, 1:] > 0])
+    return apart.exp().clamp(max=trainer.settings.cap)
 
 # %% ../../nbs/train/01_grpo.ipynb #c113268e
 def mismatch(apart, cap: float) -> dict:
     "What a step's record says of the two programs; nothing where there was one, or nothing to learn."
     import torch
     if not apart: return {}
-    from trace_nb.core.vllm import importance_weights
-    trainer, sampler = (torch.cat(logps)[None] for logps in zip(*apart))
-    return importance_weights(trainer, sampler, torch.ones_like(trainer), cap)[1]
+    from trace_nb.core.vllm import mismatch_record
+    apart = torch.cat(apart)[None]
+    return mismatch_record(apart, torch.ones_like(apart), cap)
 
 # %% ../../nbs/train/01_grpo.ipynb #562d2298
 def step_loss(trainer, model):
