@@ -1549,6 +1549,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'trace_nb/evaluate/evaluate.py'),
                                             'trace_nb.evaluate.evaluate.results_table': ( 'evaluate/evaluate.html#results_table',
                                                                                           'trace_nb/evaluate/evaluate.py'),
+                                            'trace_nb.evaluate.evaluate.routed_is_base': ( 'evaluate/evaluate.html#routed_is_base',
+                                                                                           'trace_nb/evaluate/evaluate.py'),
                                             'trace_nb.evaluate.evaluate.routing_confusion': ( 'evaluate/evaluate.html#routing_confusion',
                                                                                               'trace_nb/evaluate/evaluate.py'),
                                             'trace_nb.evaluate.evaluate.routing_outcomes': ( 'evaluate/evaluate.html#routing_outcomes',

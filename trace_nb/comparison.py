@@ -390,13 +390,13 @@ def all_frames(folder):
 # %% ../nbs/02_comparison.ipynb #f63b64e9
 def comparison_table(result: dict, target: str) -> str:
     "The table of one target part for a terminal."
-    from trace_nb.evaluate.evaluate import _aligned, format_p
+    from trace_nb.evaluate.evaluate import _aligned, format_p, routed_is_base
     number = lambda v, signed="": "-" if v is None or v != v else f"{v:{signed}.3f}"
     head = ["method", "rollouts", "tasks", "trials", "success", "95 % interval", "difference to base", "p", "Holm p", "p vs routed"]
     lines = [[r["method"], str(r["rollouts"] or "-"), str(r["tasks"]), str(r["trials"]), number(r["rate"]), f"[{number(r['low'])}, {number(r['high'])}]",
               f"{number(r['difference'], '+')} [{number(r['difference_low'], '+')}, {number(r['difference_high'], '+')}]" if r["difference"] is not None else "-",
               format_p(r["p_vs_base"]), format_p(r["p_holm"]), format_p(r["p_vs_routed"])] for r in result["rows"] if r["target"] == target]
-    return "\n".join([*_aligned([head, *lines]), *(f"not run: {n['method']}: {n['reason']}" for n in result["not_run"])])
+    return "\n".join([*_aligned([head, *lines]), *filter(None, [routed_is_base(r["method"] for r in result["rows"])]), *(f"not run: {n['method']}: {n['reason']}" for n in result["not_run"])])
 
 # %% ../nbs/02_comparison.ipynb #860ca7cd
 def stated_table(parameters: Parameters, capabilities: int) -> str:

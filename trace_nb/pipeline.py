@@ -529,9 +529,9 @@ def run_loop(folder, parameters: Parameters = Parameters(), log=print, rounds: i
 def summary(result: dict, split: str = "test") -> str:
     "The result table of a split with times and memory, for a terminal."
     import pandas as pd
-    from trace_nb.evaluate.evaluate import COLUMNS, format_table
+    from trace_nb.evaluate.evaluate import COLUMNS, format_table, routed_is_base
     table = pd.DataFrame(result["rows"], columns=COLUMNS).astype({"p_vs_base": object, "p_holm": object})
-    lines = [format_table(table[table.split == split]), "", "stage" + " " * 40 + "seconds  rollouts    tokens"]
+    lines = [format_table(table[table.split == split]), *filter(None, [routed_is_base(table.method)]), "", "stage" + " " * 40 + "seconds  rollouts    tokens"]
     for name, seconds in result["seconds"].items():
         spent = result["budget"].get(name, {"rollouts": 0, "tokens": 0})
         lines.append(f"{name:44} {seconds:8.1f} {spent['rollouts']:9d} {spent['tokens']:9d}")
@@ -565,6 +565,7 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
         played = rollout(agent, [t.environment for t in tasks], [t.seed for t in tasks], trials, [t.task_id for t in tasks], [f"{target}:{t.domain}" for t in tasks], adapters, seed=seed)
         some_read(played, name, target)
         return evaluation_frame(played, name, {t.task_id: t.split for t in tasks}, target)
+    if adapters is not None and not accepted_adapters(policy): say(f"{policy} accepted no adapter: routed is its base")
     frame = frame_of(agent, name, trials or (1 if policy in SCRIPTED else 4), adapters)
     if hasattr(agent, "server"): _answered(agent, frame, say)
     return narrowed(frame, tasks, target, lambda: frame_of(load_policy("do_nothing"), "do_nothing", 1))

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FRAME', 'COLUMNS', 'NO_GOLD', 'evaluation_frame', 'is_scored', 'excluded_trials', 'bca_intervals', 'sign_flip',
-           'paired_all_signs', 'is_compared', 'results_table', 'table_rows', 'format_p', 'format_table', 'compare',
-           'pairwise', 'complement', 'noise_floor', 'macro_micro', 'oracle_choice', 'composed', 'placebo_oracle',
-           'routing_outcomes', 'routing_confusion', 'routing_record']
+           'paired_all_signs', 'is_compared', 'results_table', 'table_rows', 'format_p', 'format_table',
+           'routed_is_base', 'compare', 'pairwise', 'complement', 'noise_floor', 'macro_micro', 'oracle_choice',
+           'composed', 'placebo_oracle', 'routing_outcomes', 'routing_confusion', 'routing_record']
 
 # %% ../../nbs/evaluate/00_evaluate.ipynb #8d5a6a02
 import itertools, math
@@ -183,6 +183,13 @@ def format_table(table: pd.DataFrame) -> str: # plain text, one block for each t
     causes = ", ".join(f"{n} {cause.replace('_', ' ')}" for cause, n in table.attrs.get("left_out", {}).items())
     if causes: blocks.append(f"{table.attrs['excluded']} trials left out of the rates, since they say nothing about the agent: {causes}.")
     return "\n\n".join(blocks)
+
+# %% ../../nbs/evaluate/00_evaluate.ipynb #dcded680
+def routed_is_base(methods) -> str:
+    "The sentence for a run's table without a single adapter; empty where there is one, or no routing."
+    methods = set(methods)
+    if not {"base", "routed"} <= methods or any(m.startswith("single:") for m in methods): return ""
+    return "No adapter was accepted: routed is the base itself, played again, and differs from it by random numbers only."
 
 # %% ../../nbs/evaluate/00_evaluate.ipynb #b4e18597
 def compare(frame: pd.DataFrame, a: str, b: str, # evaluation frame with both methods; a pair is judged on the tasks that both played
