@@ -356,6 +356,7 @@ def check_methods(methods):
     unknown = [m for m in methods if m not in ROWS]
     if unknown: raise InputError(f"unknown method {unknown[0]!r}; known: {', '.join(ROWS)}")
 
+# %% ../nbs/02_comparison.ipynb #9eaeeae5
 def check_data(data: dict):
     "Data that was named and cannot be read is said before anything is played."
     from trace_nb.train.outside_data import AWM_FILES, NO_DATA, adp_status, awm_status
