@@ -154,3 +154,14 @@ def test_left_aside(made, tmp_path):
     lines, run = [], pipeline.Run(tmp_path/"run", pipeline.Parameters(target="phone", scale="smoke"), lambda line: lines.append(line))
     assert pipeline.adopted(run, pipeline.given_environments(str(made))) == {} and "it is for retail, the target is phone" in lines[0] and not (tmp_path/"run").exists()
     with pytest.raises(InputError, match="no accepted environment"): pipeline.given_environments(str(tmp_path))
+
+
+@pytest.mark.parametrize("spec", ["{}/refusing.py", "{}/refusing.json", "{}/refusing.py:CancelWhatCanBe", "{}"])
+def test_the_provenance_is_read_once(tmp_path, monkeypatch, spec):
+    (tmp_path/"refusing.py").write_text(MADE)
+    write_json({"capability": "refusing", "domain": "retail", "accepted": True, "class_name": "CancelWhatCanBe", "attempts": [{"source": MADE}]}, tmp_path/"refusing.json")
+    reads, read = [], generator.read_json
+    monkeypatch.setattr(generator, "read_json", lambda path: reads.append(path) or read(path))
+    assert generator.generated_file(spec.format(tmp_path)) == tmp_path/"refusing.py" and len(reads) == 1
+    with pytest.raises(InputError, match="the accepted class is CancelWhatCanBe, not Other"): generator.generated_file(f"{tmp_path}/refusing.py:Other")
+    assert len(reads) == 2

@@ -64,3 +64,28 @@ def test_a_training_of_one_step_is_drawn():
     ax = plot_training_curve(pd.DataFrame([{"step": 1, "reward": .25, "success": .5, "informative": 1.}]), Figure().subplots())
     seen = {line.get_ydata()[0] for line in ax.lines if line.get_marker() not in ("None", "", None)}
     assert seen == {.25, .5, 1.}
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_run_without_an_adapter_says_what_routed_is(run, accepted):
+    "In the report, in the table that `trace-nb run` prints, and in a comparison's."
+    from trace_nb.comparison import comparison_table
+    from trace_nb.core.trajectory import read_json, write_json
+    from trace_nb.pipeline import summary
+    result, said = read_json(run/"result.json"), "No adapter was accepted: routed is the base itself"
+    if not accepted: result["rows"] = [r for r in result["rows"] if not r["method"].startswith("single:")]
+    write_json(result, run/"result.json")
+    assert write_report(run).read_text(encoding="utf-8").count(said) == summary(result).count(said) == (not accepted)
+    nothing = dict.fromkeys(("difference", "difference_low", "difference_high", "rollouts", "p_vs_base", "p_holm", "p_vs_routed"))
+    assert comparison_table({"rows": [r | nothing for r in result["rows"]], "not_run": []}, "desk").count(said) == (not accepted)
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_run_without_an_adapter_is_evaluated_as_its_base_and_that_is_said(run, monkeypatch, accepted):
+    from trace_nb import pipeline
+    from trace_nb.core.policy import load_policy
+    monkeypatch.setattr(pipeline, "routed_agent", lambda folder, tasks: (load_policy("do_nothing"), [None] * len(tasks), "routed"))
+    if not accepted: (run/"adapters"/SKILL/"capability.json").unlink()
+    said = []
+    frame = pipeline.evaluate_policy("desk", str(run), "test", 1, say=said.append)
+    assert set(frame.method) == {"routed"} and said == ([] if accepted else [f"{run} accepted no adapter: routed is its base"])

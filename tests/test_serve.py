@@ -236,3 +236,31 @@ def test_ctrl_c_ends_it(adapters):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert answer.choices[0].message and process.returncode == 0 and out.strip() == "stopped" and not err
+
+
+@pytest.mark.parametrize("what, words", [("empty", "no adapter in it"), ("rejected", "every adapter in it was rejected"), ("one", "is itself an adapter")])
+def test_a_folder_without_an_adapter_to_serve_is_refused(adapters, tmp_path, what, words, capsys):
+    from shutil import copytree
+    from trace_nb.cli import main
+    from trace_nb.core.trajectory import write_json
+    if what == "rejected":
+        copytree(adapters/FIRST, tmp_path/FIRST)
+        write_json({"name": FIRST, "description": "", "accepted": False, "reason": "no gain", "metrics": {}}, tmp_path/FIRST/"capability.json")
+    assert main(["serve", str(adapters/FIRST if what == "one" else tmp_path), "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and str(adapters/FIRST if what == "one" else tmp_path) in said
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_run_that_accepted_nothing_serves_its_base_and_says_so(adapters, tmp_path, trained, monkeypatch):
+    from shutil import copytree
+    from trace_nb.core.trajectory import write_json
+    write_json({"parameters": {"model": "pocket"}}, tmp_path/"manifest.json"); (tmp_path/"labels").mkdir(); (tmp_path/"labels"/"run_0.json").write_text("{}")
+    if trained:
+        copytree(adapters/FIRST, tmp_path/"adapters"/FIRST)
+        write_json({"name": FIRST, "description": "", "accepted": False, "reason": "no gain", "metrics": {}}, tmp_path/"adapters"/FIRST/"capability.json")
+    with pytest.raises(InputError, match="no adapter|adapter_config"): served_adapters(tmp_path/"labels")
+    said = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    serve(str(tmp_path), port=0, say=said.append)
+    assert said[0] == f"the run {tmp_path} accepted no adapter: the base answers everything" and "0 adapters (none)" in said[1] and said[-1] == "stopped"

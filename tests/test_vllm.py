@@ -181,3 +181,15 @@ def test_the_command_takes_a_server(tokenizer, tmp_path, capsys):
     with FakeVLLM() as server: assert main(["train", "MultiStepRetail", "--steps", "1", "--groups", "2", "--group-size", "4", "--sampler", server.url, "--shared", str(tmp_path/"shared"), "--out", str(tmp_path/"adapter")]) == 0
     assert "mismatch 0.0000 nats" in capsys.readouterr().out and server.loads and [p.name for p in tmp_path.iterdir()] == ["adapter"]
     assert main(["train", "MultiStepRetail", "--sampler", "localhost", "--out", str(tmp_path/"other")]) == 2 and "--sampler is 'localhost'" in capsys.readouterr().err
+
+
+def test_a_step_weighs_and_records_as_the_definition_says():
+    "Two micro-batches: weights and record are those of `importance_weights` over all action tokens, to the last bit."
+    step, g = SimpleNamespace(settings=SimpleNamespace(cap=2.), apart=[]), torch.Generator().manual_seed(0)
+    masks = [torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]]), torch.tensor([[0, 0, 1, 1, 1]])]
+    logps, sampled = ([-3 * torch.rand(m.shape[0], m.shape[1] - 1, generator=g) for m in masks] for _ in range(2))
+    for m, p, q in zip(masks, logps, sampled):
+        rows = [grpo.Row(1, m[i].tolist(), m[i].tolist(), 1., [0., *q[i].tolist()]) for i in range(len(m))]
+        assert torch.equal(grpo.served_weights(step, rows, p, m), importance_weights(p, q, m[:, 1:])[0])
+    spoken = lambda lists: torch.cat([x[m[:, 1:] > 0] for x, m in zip(lists, masks)])[None]
+    assert grpo.mismatch(step.apart, 2.) == importance_weights(spoken(logps), spoken(sampled), torch.ones_like(spoken(logps)))[1]

@@ -8,13 +8,13 @@ __all__ = ['MEASURING', 'COSTS', 'MERGES', 'ROUTES', 'ROUTED', 'ROWS', 'BEFORE',
            'make_distilled', 'make_merge', 'make_prompt', 'described_texts', 'make_gepa', 'stage_routers', 'routers',
            'make_router_row', 'make_top_p', 'make_turns', 'make_again', 'make_adp', 'make_awm', 'stated_rollouts',
            'play_row', 'play_texts', 'do_row', 'frames', 'comparison_rows', 'ledger', 'compare', 'check_methods',
-           'pooled', 'all_frames', 'comparison_table', 'stated_table', 'compare_seeds']
+           'check_data', 'pooled', 'all_frames', 'comparison_table', 'stated_table', 'compare_seeds']
 
 # %% ../nbs/02_comparison.ipynb #c9fe98fd
-import shutil
+import math, shutil
 from dataclasses import replace
 from pathlib import Path
-from .core.trajectory import InputError, only_one, read_json, read_trajectories, write_json
+from .core.trajectory import InputError, only_one, read_json, read_trajectories, scored, write_json
 from .pipeline import SCALES, Parameters, Run, check_parameters, adapters_of, load_agent, play_tasks, requests_of, run_stages, train_into
 
 # %% ../nbs/02_comparison.ipynb #713458b7
@@ -205,7 +205,7 @@ def make_turns(c):
     def play(table):
         played = rollout(Turns(local, event_rule(table)), [t.environment for t in tasks], [t.seed for t in tasks], adapters=first, seed=derived_seed(c.parameters.seed, "turns"))
         c.spend(played); c.say(f"turns: {table}")
-        return [float(t.success or 0) for t in played]
+        return [float(t.success) if scored([t]) else math.nan for t in played]
     table, _ = fit_event_rule(play, [*adapters, "base"])
     return {"adapters": {n: c.adapter(n) for n in adapters}, "choices": c.found["routing"]["choices"][c.found["routing"]["method"]], "turns": table,
             "note": ", ".join(f"after {e}: {o}" for e, o in table.items()) or "no event changes the adapter to advantage"}
@@ -338,7 +338,7 @@ def compare(folder, parameters: Parameters = Parameters(), methods=tuple(ROWS), 
     "Do the TRACE run and the named rows in a folder; returns what comparison.json holds."
     from trace_nb.evaluate.evaluate import placebo_oracle
     from trace_nb.evaluate.ledger import equal_budget, ledger_rows, total_rollouts
-    check_methods(methods); check_parameters(parameters)
+    check_methods(methods); check_parameters(parameters); check_data(data or {})
     with only_one(Path(folder)):
         c = Comparison(folder, parameters, log, data).begin()
         made = {name: do_row(c, name) for name in methods}
@@ -355,6 +355,16 @@ def check_methods(methods):
     "Unknown names are said before anything is played."
     unknown = [m for m in methods if m not in ROWS]
     if unknown: raise InputError(f"unknown method {unknown[0]!r}; known: {', '.join(ROWS)}")
+
+# %% ../nbs/02_comparison.ipynb #9eaeeae5
+def check_data(data: dict):
+    "Data that was named and cannot be read is said before anything is played."
+    from trace_nb.train.outside_data import AWM_FILES, NO_DATA, adp_status, awm_status
+    adp, awm = (data.get(k) for k in ("adp", "awm"))
+    if adp and adp_status(adp): raise InputError(f"--adp {adp}: {'holds no ADP file' if Path(adp).exists() else 'no such file or folder'}; give a .jsonl file (also packed: .gz, .xz) or a folder of sources")
+    if awm and (status := awm_status(awm)):
+        why = status.removeprefix("not run: ") if status != NO_DATA else "not all files are there" if Path(awm).is_dir() else "no such folder"
+        raise InputError(f"--awm {awm}: {why}; give a folder with {', '.join(f'{n}.jsonl' for n in AWM_FILES.values())}, or leave --awm out")
 
 # %% ../nbs/02_comparison.ipynb #af7dfa1b
 def pooled(folders) -> dict:
@@ -381,13 +391,13 @@ def all_frames(folder):
 # %% ../nbs/02_comparison.ipynb #f63b64e9
 def comparison_table(result: dict, target: str) -> str:
     "The table of one target part for a terminal."
-    from trace_nb.evaluate.evaluate import _aligned, format_p
+    from trace_nb.evaluate.evaluate import _aligned, format_p, routed_is_base
     number = lambda v, signed="": "-" if v is None or v != v else f"{v:{signed}.3f}"
     head = ["method", "rollouts", "tasks", "trials", "success", "95 % interval", "difference to base", "p", "Holm p", "p vs routed"]
     lines = [[r["method"], str(r["rollouts"] or "-"), str(r["tasks"]), str(r["trials"]), number(r["rate"]), f"[{number(r['low'])}, {number(r['high'])}]",
               f"{number(r['difference'], '+')} [{number(r['difference_low'], '+')}, {number(r['difference_high'], '+')}]" if r["difference"] is not None else "-",
               format_p(r["p_vs_base"]), format_p(r["p_holm"]), format_p(r["p_vs_routed"])] for r in result["rows"] if r["target"] == target]
-    return "\n".join([*_aligned([head, *lines]), *(f"not run: {n['method']}: {n['reason']}" for n in result["not_run"])])
+    return "\n".join([*_aligned([head, *lines]), *filter(None, [routed_is_base(r["method"] for r in result["rows"])]), *(f"not run: {n['method']}: {n['reason']}" for n in result["not_run"])])
 
 # %% ../nbs/02_comparison.ipynb #860ca7cd
 def stated_table(parameters: Parameters, capabilities: int) -> str:

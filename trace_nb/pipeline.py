@@ -18,7 +18,7 @@ import hashlib, json, os, platform, resource, shutil, sys, time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from .core.policy import weights_of
-from .core.trajectory import InputError, only_one, package_versions, read_json, read_trajectories, write_json, write_trajectories
+from .core.trajectory import InputError, only_one, package_versions, read_json, read_trajectories, scored, write_json, write_trajectories
 
 # %% ../nbs/00_pipeline.ipynb #c0b83517
 @dataclass(frozen=True)
@@ -232,7 +232,8 @@ def base_facts(run, policy, capability) -> dict:
     from trace_nb.train.tasks import environments_of
     played = play_held_out(run, policy, capability)
     write_trajectories(played, run.path("trajectories", f"held_out_base_{capability}.jsonl"))
-    return {"classes": [c.__name__ for c in environments_of(run.spec(capability))], "base_success": sum(t.success for t in played) / len(played), **halves(played)}
+    counted = scored(played)
+    return {"classes": [c.__name__ for c in environments_of(run.spec(capability))], "base_success": sum(t.success for t in counted) / len(counted) if counted else None, **halves(played)}
 
 # %% ../nbs/00_pipeline.ipynb #668d716c
 def usable(run, files) -> dict: # capability -> class file
@@ -265,7 +266,7 @@ def given_environments(folder: str) -> list[Path]:
     from trace_nb.synthesize.sandbox import mechanism
     if not folder: return []
     found = accepted_in(folder)
-    if not found: raise InputError(f"{folder}: no accepted environment; write one with `trace-nb generate`")
+    if not found: raise InputError(f"--environments {folder}: {'no accepted environment in it' if Path(folder).is_dir() else 'no such folder'}; give one with accepted environments, as `trace-nb generate` writes them")
     return mechanism() and found
 
 # %% ../nbs/00_pipeline.ipynb #de307db2
@@ -430,7 +431,7 @@ def play_routed(run, split: str, heirs: dict, routing: dict, save: str, trials: 
 def diagnose_routed(run, number: int) -> list[str]:
     "Capabilities that the routed agent still lacks, by the same rules as in the first round; none where nothing can be contrasted."
     played = f"before_{number}_train"
-    outcomes = {bool(t.success) for t in read_trajectories(run.path("trajectories", f"{played}.jsonl"))}
+    outcomes = {bool(t.success) for t in scored(read_trajectories(run.path("trajectories", f"{played}.jsonl")))}
     return diagnosed(run, played, f"_{number}") if len(outcomes) == 2 else []
 
 # %% ../nbs/00_pipeline.ipynb #5f435a8b
@@ -528,9 +529,9 @@ def run_loop(folder, parameters: Parameters = Parameters(), log=print, rounds: i
 def summary(result: dict, split: str = "test") -> str:
     "The result table of a split with times and memory, for a terminal."
     import pandas as pd
-    from trace_nb.evaluate.evaluate import COLUMNS, format_table
+    from trace_nb.evaluate.evaluate import COLUMNS, format_table, routed_is_base
     table = pd.DataFrame(result["rows"], columns=COLUMNS).astype({"p_vs_base": object, "p_holm": object})
-    lines = [format_table(table[table.split == split]), "", "stage" + " " * 40 + "seconds  rollouts    tokens"]
+    lines = [format_table(table[table.split == split]), *filter(None, [routed_is_base(table.method)]), "", "stage" + " " * 40 + "seconds  rollouts    tokens"]
     for name, seconds in result["seconds"].items():
         spent = result["budget"].get(name, {"rollouts": 0, "tokens": 0})
         lines.append(f"{name:44} {seconds:8.1f} {spent['rollouts']:9d} {spent['tokens']:9d}")
@@ -540,12 +541,14 @@ def summary(result: dict, split: str = "test") -> str:
 # %% ../nbs/00_pipeline.ipynb #451c8ccc
 def prepared(target: str, policy: str, split: str, model: str = "") -> tuple:
     "Tasks, agent, adapter of each task (None: the base alone) and the row's name of a policy: a script, a model, a run folder or an address."
+    from trace_nb.core.endpoint import check_address
     from trace_nb.core.policy import load_policy
     from trace_nb.targets.desk import load_tasks
     tasks = load_tasks(target, split)
     if (Path(policy)/"manifest.json").exists(): return tasks, *routed_agent(policy, tasks)
     if not policy.startswith(("http://", "https://")): return tasks, load_policy(weights_of(policy, target)), None, policy
     if not model: raise InputError(f"--model is missing; name the model behind {policy}")
+    check_address(policy, option="--policy")
     return tasks, load_policy(policy, model=model), None, model
 
 # %% ../nbs/00_pipeline.ipynb #d4fb8139
@@ -562,6 +565,7 @@ def evaluate_policy(target: str, policy: str, split: str = "test", trials: int =
         played = rollout(agent, [t.environment for t in tasks], [t.seed for t in tasks], trials, [t.task_id for t in tasks], [f"{target}:{t.domain}" for t in tasks], adapters, seed=seed)
         some_read(played, name, target)
         return evaluation_frame(played, name, {t.task_id: t.split for t in tasks}, target)
+    if adapters is not None and not accepted_adapters(policy): say(f"{policy} accepted no adapter: routed is its base")
     frame = frame_of(agent, name, trials or (1 if policy in SCRIPTED else 4), adapters)
     if hasattr(agent, "server"): _answered(agent, frame, say)
     return narrowed(frame, tasks, target, lambda: frame_of(load_policy("do_nothing"), "do_nothing", 1))
@@ -637,13 +641,16 @@ def routed_agent(folder, tasks):
 # %% ../nbs/00_pipeline.ipynb #0015ffcb
 def train_alone(capability, model, out, preset: str, changes: dict, log=print, **options):
     "Train one adapter outside a run; a finished one is not written over, a killed one goes on. `options` are `train_adapter`'s."
+    from trace_nb.core.endpoint import check_address
     from trace_nb.core.policy import load_model
     from trace_nb.core.ranks import leads
     from trace_nb.adapt.library import make_card
-    from trace_nb.train.grpo import PRESETS, default_settings, train_adapter
+    from trace_nb.train.grpo import PRESETS, GRPOSettings, default_settings, train_adapter
     from trace_nb.train.tasks import adapter_name, environments_of
-    classes = environments_of(capability)
     if preset not in PRESETS: raise InputError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    GRPOSettings(**(PRESETS[preset] | changes))     # absurd sizes and dead addresses are said before anything is loaded
+    if options.get("sampler"): check_address(options["sampler"], option="--sampler")
+    classes = environments_of(capability)
     out = Path(out or f"adapters/{adapter_name(capability)}")
     if out.exists() and not (out/"checkpoint.pt").exists(): raise InputError(f"{out} exists already; nothing was changed. Choose another --out")
     model = weights_of(model, classes[0].domain)

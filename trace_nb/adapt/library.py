@@ -140,17 +140,17 @@ def verify(folder, base: str | None = None # the model that the adapter is to be
 ASIDE = "pruned"     # where pruned adapters go, inside the library
 
 def library_root(folder) -> Path:
-    "The folder whose children are adapters: `adapters` of a run, or the folder itself."
+    "The folder whose children are adapters: `adapters` of a run (which may not have come to one), or the folder itself."
     folder = Path(folder)
     if not folder.is_dir(): raise InputError(f"{folder}: no such folder; name a run or a folder of adapters")
-    return folder/"adapters" if (folder/"adapters").is_dir() else folder
+    return folder/"adapters" if (folder/"adapters").is_dir() or (folder/"manifest.json").is_file() else folder
 
 # %% ../../nbs/adapt/02_library.ipynb #92905b5b
 def adapters_in(folder):
     "A frame, one row an adapter: name, state (accepted, rejected, not judged, no card, broken), reason, method, rank, gain, base, the card's metrics, folder."
     import pandas as pd
     root = library_root(folder)
-    rows = [_row(p) for p in sorted(root.iterdir()) if p.is_dir() and p.name != ASIDE and any(p.iterdir())]
+    rows = [_row(p) for p in (sorted(root.iterdir()) if root.is_dir() else ()) if p.is_dir() and p.name != ASIDE and any(p.iterdir())]
     first = ["name", "state", "reason", "method", "rank", "gain", "base"]
     return pd.DataFrame(rows, columns=[*first, *sorted({k for r in rows for k in r} - {*first, "folder"}), "folder"])
 

@@ -350,7 +350,7 @@ Upstream._sent, Upstream._passed_on = _sent, _passed_on
 
 # %% ../../nbs/adapt/05_serve.ipynb #5e2d6be8
 def served_adapters(folder) -> dict: # name -> (folder, description)
-    "Adapters of a run or of a folder of adapters; rejected ones are left out, a broken one raises `InputError`."
+    "Adapters of a run or of a folder of adapters; rejected ones are left out, a broken one raises `InputError`, and so does a folder that is no run and has none to serve."
     from trace_nb.adapt.library import adapters_in, library_root
     from trace_nb.core.trajectory import read_json
     root, found = library_root(folder), {}
@@ -358,7 +358,13 @@ def served_adapters(folder) -> dict: # name -> (folder, description)
         if row.state == "broken": raise InputError(f"{root/row.folder}: {row.reason}")
         card = root/row.folder/"capability.json"
         if row.state != "rejected": found[row.name] = root/row.folder, read_json(card)["description"] if card.is_file() else row.name.replace("_", " ")
+    if not found and not (root.name == "adapters" and (root.parent/"manifest.json").is_file()): raise InputError(f"{folder}: {_why_none(root)}; name a run, or a folder with an accepted adapter")
     return found
+
+def _why_none(root) -> str:
+    "Why a folder has nothing to serve."
+    if (root/"adapter_config.json").is_file(): return "is itself an adapter, not the folder that it lies in"
+    return "every adapter in it was rejected" if any(root.glob("*/adapter_config.json")) else "no adapter in it"
 
 # %% ../../nbs/adapt/05_serve.ipynb #6b2346a3
 def chooser(model, tokenizer, descriptions: dict, # name -> description
@@ -398,6 +404,7 @@ def serve(adapters: str, # a run, or a folder of adapters
     if key_env and not key: raise InputError(f"${key_env} is empty; put the key that clients must show into it")
     if max_concurrent < 1: raise InputError("--max-concurrent must be at least 1")
     found = served_adapters(adapters)
+    if not found: say(f"the run {adapters} accepted no adapter: the base answers everything")
     with listening(host, port, key) as socket_:
         engine = _engine(found, model, upstream, upstream_model, make)
         address = f"http://{f'[{host}]' if ':' in host else host}:{socket_.getsockname()[1]}/v1"

@@ -130,7 +130,7 @@ def remaining_rule(route # texts -> option names, such as `lambda texts: router.
     return choose
 
 # %% ../../nbs/adapt/04_turns.ipynb #c0b5d55c
-def fit_event_rule(play,               # table -> success of each train task, always the same tasks in the same order
+def fit_event_rule(play,               # table -> success of each train task (nan where a fault left no verdict), always the same tasks in the same order
                    options: list[str], # that may be chosen
                    events=("look-up", "write", "words", "error"), level: float = .05
                   ) -> tuple[dict, list]: # the table; what was tried: {event, option, rate, p, taken}
@@ -139,9 +139,10 @@ def fit_event_rule(play,               # table -> success of each train task, al
     best = np.asarray(play({}))
     for event in events:
         found = {o: np.asarray(play({**table, event: o})) for o in options}
-        top = max(found, key=lambda o: found[o].mean())
-        p = paired_permutation(best, found[top])
-        taken = bool(found[top].mean() > best.mean() and p < level / len(options))
-        tried += [{"event": event, "option": o, "rate": float(v.mean()), "p": p if o == top else None, "taken": taken and o == top} for o, v in found.items()]
+        top = max(found, key=lambda o: np.nanmean(found[o]))
+        both = ~np.isnan(best) & ~np.isnan(found[top])
+        p = paired_permutation(best[both], found[top][both])
+        taken = bool(both.any() and found[top][both].mean() > best[both].mean() and p < level / len(options))
+        tried += [{"event": event, "option": o, "rate": float(np.nanmean(v)), "p": p if o == top else None, "taken": taken and o == top} for o, v in found.items()]
         if taken: table, best = {**table, event: top}, found[top]
     return table, tried

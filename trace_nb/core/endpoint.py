@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LONGEST_WAIT', 'MOST_TOKENS', 'Answer', 'request_key', 'Cache', 'Ledger', 'ledger_text', 'Budget', 'BudgetSpent',
-           'estimated_tokens', 'Unanswered', 'Down', 'Garbled', 'passing', 'retry_after', 'Endpoint', 'ask',
-           'refused_parameter', 'map']
+           'estimated_tokens', 'Unanswered', 'Down', 'Garbled', 'passing', 'retry_after', 'check_address', 'Endpoint',
+           'ask', 'refused_parameter', 'map']
 
 # %% ../../nbs/core/06_endpoint.ipynb #c38dbf95
 import asyncio, hashlib, json, os, re, sqlite3, threading, time
@@ -148,6 +148,18 @@ def _address(url):
     "The address without user, password and query."
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+# %% ../../nbs/core/06_endpoint.ipynb #b431f316
+def check_address(url: str, key_variable: str = "OPENAI_API_KEY",
+                  option: str = "", # what named the address
+                  seconds: float = 10.) -> None:
+    "An address at which no server answers raises `InputError` at once."
+    from openai import APIConnectionError, OpenAI, OpenAIError
+    try: OpenAI(base_url=url, api_key=_key(key_variable), max_retries=1, timeout=seconds).models.with_raw_response.list()
+    except APIConnectionError as e:
+        if type(e.__cause__).__name__ == "ReadTimeout": return
+        raise InputError(f"{option} {_address(url)}: no server answers there ({' '.join(str(e.__cause__ or e).split())[:120]}); see to the server, or give another address".strip()) from None
+    except OpenAIError: pass
 
 # %% ../../nbs/core/06_endpoint.ipynb #599d4e5d
 class Endpoint:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORGOTTEN', 'distances', 'canary', 'local_logps', 'Server', 'load', 'unload', 'add', 'ask', 'logps', 'VLLM', 'leave',
-           'weights_hash', 'write', 'act', 'importance_weights']
+           'weights_hash', 'write', 'act', 'importance_weights', 'mismatch_record']
 
 # %% ../../nbs/core/08_vllm.ipynb #2ce52db0
 import hashlib, re, shutil, sys, threading
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from .endpoint import _address, _key
+from .endpoint import _address, _key, check_address
 from .policy import ChatText, Local, _speaking_as, _stop_ids, message_reader
 from .rollout import derived_seed
 from .trajectory import InputError
@@ -53,6 +53,7 @@ class Server:
                  tolerance: float = .05, # see `canary`
                  say=None): # called with a line for each load; default: standard error
         from openai import OpenAI
+        check_address(url, key_variable)
         self.client, self.address = OpenAI(base_url=url, api_key=_key(key_variable), max_retries=attempts, timeout=timeout), _address(url)
         self.say, self.tolerance = say or (lambda line: print(line, file=sys.stderr, flush=True)), tolerance
         self.adapters, self.loads, self.lock = {}, {}, threading.Lock()     # name -> (path, probe, local log-probabilities), times loaded
@@ -297,8 +298,11 @@ def importance_weights(trainer, sampler, mask, # log-probabilities and action ma
                        cap: float = 2.) -> tuple:
     "Weights min(p/q, cap) [rows, tokens], without gradient and 1 off the mask, and a record of the mismatch over action tokens, in nats."
     apart = (trainer.detach() - sampler) * mask
+    return apart.exp().clamp(max=cap), mismatch_record(apart, mask, cap)
+
+def mismatch_record(apart, mask, cap: float = 2.) -> dict:
+    "What is said of the distances log p - log q [rows, tokens], 0 off the mask."
     ratio, n = apart.exp(), mask.sum().clamp(min=1)
     mean = lambda x: float((x * mask).sum() / n)
-    record = {"mismatch_mean": mean(apart.abs()), "mismatch_max": float(apart.abs().max()), "mismatch_ratio": mean(ratio),
-              "mismatch_kl": mean(ratio - 1 - apart), "mismatch_truncated": mean((ratio > cap).float())}
-    return ratio.clamp(max=cap), record
+    return {"mismatch_mean": mean(apart.abs()), "mismatch_max": float(apart.abs().max()), "mismatch_ratio": mean(ratio),
+            "mismatch_kl": mean(ratio - 1 - apart), "mismatch_truncated": mean((ratio > cap).float())}

@@ -16,10 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from ..core.environment import SUCCESS
 from ..core.rollout import derived_seed, rollout
-from ..core.trajectory import InputError, Trajectory, calls, only_one, read_json, write_json, writing
+from ..core.trajectory import FAULTS, InputError, Trajectory, calls, only_one, read_json, write_json, writing
 from ..diagnose.analyst import compact
 from ..diagnose.labeling import CANDIDATES
-from .evaluate import FAULTS
 
 # %% ../../nbs/evaluate/01_baselines.ipynb #1df79838
 @cache

@@ -13,7 +13,7 @@ from fastcore.xml import A, B, Body, Code, Details, Div, Figcaption, Figure, Foo
 from ..core.trajectory import InputError, Trajectory, iter_trajectories, read_json, writing
 from ..core.statistics import holm
 from . import figures
-from .evaluate import FAULTS, excluded_trials, format_p
+from .evaluate import FAULTS, excluded_trials, format_p, routed_is_base
 
 # %% ../../nbs/evaluate/03_report.ipynb #8d454e53
 def _text(content) -> str:
@@ -239,7 +239,8 @@ def _results(run):
     blocks = _blocks(rows)
     tables = [element for (target, split), block in blocks.items() for element in _result_block(target, split, block)]
     note = P("Rates are means over tasks; intervals resample tasks, since trials of one task are not independent; p values are two-sided sign-flip tests on paired task means.", cls="quiet")
-    return [_methods_figure(blocks), *tables, note, *_task_by_task(run)]
+    same = [P(said) for said in [routed_is_base(r["method"] for r in rows)] if said]
+    return [_methods_figure(blocks), *same, *tables, note, *_task_by_task(run)]
 
 # %% ../../nbs/evaluate/03_report.ipynb #9f6dc5d2
 def _frame(run):
@@ -386,7 +387,7 @@ def _episodes(run):
     "An index of all trajectories: file, line number, method, task, verdict; the texts stay on disk."
     paths = sorted((run/"trajectories").glob("*.jsonl"))
     if not paths: raise FileNotFoundError("trajectories/*.jsonl")
-    rows = [(p, n, _method_of(t, p), t.environment, t.task_id, t.trial, t.success) for p in paths for n, t in enumerate(iter_trajectories(p))]
+    rows = [(p, n, _method_of(t, p), t.environment, t.task_id, t.trial, None if t.termination in FAULTS else t.success) for p in paths for n, t in enumerate(iter_trajectories(p))]
     if not rows: raise FileNotFoundError("trajectory in trajectories/*.jsonl")
     frame = pd.DataFrame(rows, columns=["path", "number", "method", "environment", "task_id", "trial", "success"])
     key = lambda r: hashlib.sha256(f"{r.environment}/{r.task_id}".encode()).hexdigest()

@@ -353,17 +353,19 @@ def keep(record: dict, out) -> Path: # the file that says what happened
     return folder/f"{name}.py"
 
 # %% ../../nbs/synthesize/04_generator.ipynb #036d058e
-def accepted(path # the class file or its provenance
+def accepted(path, # the class file or its provenance
+             record=None # what is in the provenance; default: it is read
             ) -> dict: # the provenance
     "Where an accepted environment comes from; its class file must be the version that was accepted."
     file = Path(path).with_suffix(".py")
-    record = read_json(file.with_suffix(".json"))
+    record = record or read_json(file.with_suffix(".json"))
     if not isinstance(record, dict) or not record.get("accepted"): raise InputError(f"{path}: no accepted environment; write one with `trace-nb generate`")
-    try: known = {n: str(record[n]) for n in ("capability", "domain", "class_name")} | {"source": record["attempts"][-1]["source"].encode(errors="backslashreplace")}
-    except (KeyError, TypeError, IndexError, AttributeError): raise InputError(f"{file.with_suffix('.json')}: not the provenance of an environment; generate it again") from None
+    try: source = record["attempts"][-1]["source"].encode(errors="backslashreplace")
+    except (KeyError, TypeError, IndexError, AttributeError): source = None
+    if source is None or not {"capability", "domain", "class_name"} <= record.keys(): raise InputError(f"{file.with_suffix('.json')}: not the provenance of an environment; generate it again")
     try: there = file.read_bytes()
     except OSError as e: raise InputError(f"{file}: cannot be loaded ({e.strerror}); generate it again") from None
-    if there != known["source"]: raise InputError(f"{file}: not the version that was accepted; put that one back, or generate it again")
+    if there != source: raise InputError(f"{file}: not the version that was accepted; put that one back, or generate it again")
     return record
 
 # %% ../../nbs/synthesize/04_generator.ipynb #ad8199ee
@@ -382,13 +384,13 @@ def accepted_in(folder) -> list[Path]:
     "Class files of the accepted environments in a folder, or in the environments of a run."
     folder = Path(folder)
     places = folder/"environments" if (folder/"environments").is_dir() else folder
-    return [f for f in sorted(places.glob("*.py")) if _is_generated(f) and accepted(f)]
+    return [f for f in sorted(places.glob("*.py")) if (record := _provenance(f)) and accepted(f, record)]
 
-def _is_generated(file) -> bool:
-    "Whether a provenance stands beside a class file."
-    if not file.with_suffix(".json").is_file(): return False
+def _provenance(file) -> dict | None:
+    "What the provenance beside a class file says; None where there is none."
+    if not file.with_suffix(".json").is_file(): return None
     record = read_json(file.with_suffix(".json"))
-    return isinstance(record, dict) and "accepted" in record and "attempts" in record
+    return record if isinstance(record, dict) and "accepted" in record and "attempts" in record else None
 
 # %% ../../nbs/synthesize/04_generator.ipynb #73941788
 def generated_file(spec: str) -> Path | None:
@@ -397,8 +399,8 @@ def generated_file(spec: str) -> Path | None:
     file = Path(path + ".py" if name else path)
     if file.is_dir(): return _only(file, accepted_in(file))
     if file.suffix == ".json": accepted(file)
-    elif file.suffix != ".py" or not _is_generated(file): return None
-    if name and name != accepted(file)["class_name"]: raise InputError(f"{file}: the accepted class is {accepted(file)['class_name']}, not {name}; give {file}")
+    elif file.suffix != ".py" or not (record := _provenance(file)): return None
+    if name and name != (known := accepted(file, record)["class_name"]): raise InputError(f"{file}: the accepted class is {known}, not {name}; give {file}")
     return file.with_suffix(".py")
 
 def _only(folder, files):

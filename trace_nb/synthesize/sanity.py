@@ -25,7 +25,7 @@ from ..core.environment import SUCCESS, Episode, as_message, call_tool, contract
 from ..core.statistics import cluster_interval
 from ..core.trajectory import InputError, is_error, same_file, writable, write_json
 from ..targets.interface import _is_error as is_target_error, declared_type, interface, interface_fidelity
-from .capabilities import ENVIRONMENTS, environments
+from .capabilities import ALL_ENVIRONMENTS, environments
 
 # %% ../../nbs/synthesize/01_sanity.ipynb #006e142b
 THRESHOLDS = {"determinism": 0, "seed_diversity": .95, "oracle_max": .99, "adversarial_floor": .2, "counterfactual_twins": .2,
@@ -906,7 +906,7 @@ def _check_file(address):
     from trace_nb.synthesize.generator import generated_file
     file, _, name = address.rpartition(":")
     if not name: raise InputError(f"{address!r} names no class; give file.py:Class")
-    names = ", ".join(c.__name__ for classes in ENVIRONMENTS.values() for c in classes)
+    names = ", ".join(c.__name__ for classes in ALL_ENVIRONMENTS.values() for c in classes)
     if not Path(file).is_file(): raise InputError(f"{file}: no such file; give a name ({names}) or file.py:Class")
     if not file.endswith(".py"): raise InputError(f"{file}: not a Python file; give file.py:Class")
     if generated_file(address): raise InputError(f"{file}: a model wrote it, so it runs in the sandbox alone; give {file}")
