@@ -147,7 +147,7 @@ def test_difficulty_puts_more_in_the_way():
 
 
 def test_twins_need_opposite_deeds():
-    pairs = [(seed, row) for seed in range(200) if (row := at(PermissionRecovery, seed)[0]._twin())]
+    pairs = [(seed, row) for seed in range(300) if (row := at(PermissionRecovery, seed)[0]._twin())]
     assert len(pairs) >= 30
     for seed, row in pairs:
         (env, request), (twin, same) = at(PermissionRecovery, seed), at(PermissionRecovery, seed, **row)
@@ -308,6 +308,6 @@ def test_pocket_is_a_base_for_the_phone():
 @pytest.mark.skipif(not (data_folder()/"pocket"/"phone"/"config.json").exists(), reason="data/pocket/phone has no weights: run `make pocket`")
 def test_pocket_leaves_room_on_phone():
     "Base similarity between .3 and .5, perfect scores well below half, calls that can be read."
-    played = rollout(load_policy(weights_of("pocket", "phone")), Phone, [t.seed for t in TASKS], 2, [t.task_id for t in TASKS])
+    played = rollout(load_policy(weights_of("pocket", "phone")), Phone, [t.seed for t in TASKS], 4, [t.task_id for t in TASKS])
     assert .3 < sum(t.reward for t in played) / len(played) < .5 and sum(t.success for t in played) / len(played) < .42
     assert sum(t.metadata["broken_calls"] for t in played) < .02 * sum(t.metadata["calls"] for t in played)
