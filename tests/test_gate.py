@@ -89,3 +89,21 @@ def test_a_card_that_is_none_is_said_before_anything_is_played(tmp_path, capsys,
     (tmp_path/"adapter_config.json").write_text("{}"); (tmp_path/"capability.json").write_text("[]")
     monkeypatch.setattr("trace_nb.train.gate.gate_adapter", lambda *_, **__: pytest.fail("played"))
     assert main(["gate", "MultiStepRetail", str(tmp_path)]) == 2 and "capability.json" in capsys.readouterr().err
+
+
+def test_a_verdict_is_not_written_over_the_card(tmp_path, capsys):
+    from trace_nb.cli import main
+    (tmp_path/"adapter").mkdir(); card = tmp_path/"adapter"/"capability.json"; card.write_text("{}")
+    assert main(["gate", "MultiStepRetail", str(tmp_path/"adapter"), "--json", str(card)]) == 2
+    assert "lies in the adapter's own folder" in capsys.readouterr().err and card.read_text() == "{}"
+
+
+def test_a_broken_adapter_is_not_a_rejected_one(tmp_path, capsys):
+    "Exit code 1 means rejected, 2 that it cannot be judged."
+    from trace_nb.cli import main
+    folder = tmp_path/"adapter"; folder.mkdir()
+    (folder/"adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}')
+    (folder/"adapter_model.safetensors").write_bytes(b"\x00nothing")
+    assert main(["gate", "MultiStepRetail", str(folder), "--held-out", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "not an adapter of this base" in error and error.strip().count("\n") == 0

@@ -129,7 +129,7 @@ def test_run_trains_what_is_not_built_in(made, tmp_path, monkeypatch):
     monkeypatch.setitem(pipeline.SCALES, "smoke", pipeline.Scale(1, 10, 8, 1, 3, 6, 4, 1, 1))
     lines, folder = [], tmp_path/"run"
     class Began(Exception): pass
-    def stages(run, rounds):
+    def stages(run, rounds, cold):
         "The stages after a diagnosis that found two capabilities, up to the gate."
         run.stage("base", lambda r: True); selected = run.stage("diagnose", lambda r: ["refusing", "tool_calling_precision", "unknown"])
         found = run.stage("synthesize", lambda r: pipeline.stage_synthesize(r, selected))

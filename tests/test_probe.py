@@ -47,6 +47,9 @@ def test_faults_of_the_infrastructure_are_no_deficit(played):
     from dataclasses import replace
     down = [replace(gold, termination="policy_error", success=False, reward=0.) for gold, _ in played]
     with pytest.raises(InputError, match="no rollout of the probe came to a verdict"): judge_probe(down)
+    one = judge_probe([d if d.metadata["capability"] == "precondition_verification" else gold for d, (gold, _) in zip(down, played)])
+    assert one[-1]["name"] == "precondition_verification" and one[-1]["success"] is None and one[-1]["evidence"] == "no rollout came to a verdict" and len(one) == 4
+    assert "no rollout came to a verdict" in probe_table({"capabilities": one, "probe": {"limit": .75}})
     half = judge_probe([d if i % 2 else gold for i, (d, (gold, _)) in enumerate(zip(down, played))])
     assert {e["success"] for e in half} == {1.} and {e["trials"] for e in half} == {24}
 
@@ -69,10 +72,47 @@ def test_an_agent_that_cannot_be_reached_is_no_deficit():
         def begin(self, conversations, seed):
             for c in conversations: c.fault = "nobody there"
         def act(self, conversations): return [{"role": "assistant", "content": ""}] * len(conversations)
-    with pytest.raises(InputError, match="gone: no rollout of the probe came to a verdict"): play_probe(Gone(), ENVIRONMENTS, 2, 2)
+    with pytest.raises(InputError, match="gone: no answer to any rollout of multi_step_task_completion .nobody there."): play_probe(Gone(), ENVIRONMENTS, 2, 2)
 
 
-@pytest.mark.parametrize("words, said", [(["--seeds", "1"], "at least 2"), (["--limit", "nan"], "--limit"), (["--limit", "2"], "--limit"), (["--target", "moon"], "moon"),
+def test_what_was_cut_is_said(played):
+    from dataclasses import replace
+    cut = [replace(gold, metadata=gold.metadata | {"truncated": True}) for gold, _ in played]
+    assert "ended at a token limit" in probe_table(probe_record(cut))
+
+
+def test_few_seeds_are_said(played):
+    early = [idle for gold, idle in played if int(idle.task_id) < 4_000_002]
+    assert {e["seeds"] for e in judge_probe([*early[::2], *[g for g, i in played if int(g.task_id) < 4_000_002][1::2]])} == {2}
+    assert all("on 2 seeds only" in e["evidence"] or "no seed" in e["evidence"] for e in judge_probe(early))
+
+
+def test_a_probe_that_broke_off_goes_on(tmp_path, monkeypatch):
+    "An agent that is gone from the third capability on: what was answered stays, and the same command plays the rest."
+    from trace_nb.diagnose import probe as p
+    real, lines = p.play_probe, []
+    def breaks(policy, library, *rest):
+        real(policy, dict(list(library.items())[:2]), *rest)
+        raise InputError("gone")
+    monkeypatch.setattr(p, "play_probe", breaks)
+    with pytest.raises(InputError, match="gone"): p.probe_agent("oracle", tmp_path/"p", seeds=2, trials=2, say=lines.append)
+    kept = read_trajectories(tmp_path/"p"/"trajectories.jsonl")
+    assert len(kept) == 8 and not (tmp_path/"p"/"selected_capabilities.json").exists()
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="is not of this probe"): p.probe_agent("oracle", tmp_path/"p", seeds=2, trials=2, seed=1, say=lines.append)
+    whole, _ = p.probe_agent("oracle", tmp_path/"p", seeds=2, trials=2, say=lines.append)
+    assert whole == p.probe_agent("oracle", tmp_path/"other", seeds=2, trials=2, say=lines.append)[0] and any("8 rollouts are there already" in line for line in lines)
+
+
+@pytest.mark.parametrize("content", ["null", "[1, 2]", "{}", '{"parameters": 1}'])
+def test_a_damaged_manifest_is_one_line(tmp_path, capsys, content):
+    (tmp_path/"run").mkdir(); (tmp_path/"run"/"manifest.json").write_text(content)
+    assert main(["run", "--scale", "smoke", "--cold-start", "--out", str(tmp_path/"run")]) == 2
+    error = capsys.readouterr().err
+    assert "manifest.json" in error and error.count("\n") == 1 and (tmp_path/"run"/"manifest.json").read_text() == content
+
+
+@pytest.mark.parametrize("words, said", [(["--seeds", "1"], "--seeds is 1"), (["--trials", "1"], "--trials is 1"), (["--limit", "nan"], "--limit"), (["--policy", "http://[::1", "--model", "m"], "no address"), (["--limit", "2"], "--limit"), (["--target", "moon"], "moon"),
                                          (["--policy", "http://127.0.0.1:9/v1"], "--model is missing"), (["--policy", "no/such/model"], "no/such/model")])
 def test_bad_input_is_one_line(tmp_path, capsys, words, said):
     assert main(["probe", "--out", str(tmp_path/"p"), *words]) == 2

@@ -7,8 +7,9 @@ __all__ = ['COMMANDS', 'MOST', 'run', 'import_', 'label', 'select', 'audit', 'pr
            'route', 'report', 'bench', 'plan', 'compare', 'scale', 'gate', 'adapters', 'serve', 'usage', 'parse',
            'main']
 
-# %% ../nbs/01_cli.ipynb #d6209b0d
+# %% ../nbs/01_cli.ipynb #a42eb9a1
 import math, os, sys, threading, warnings
+from pathlib import Path
 from .core.ranks import ranks
 from .core.trajectory import InputError, writable
 
@@ -108,11 +109,12 @@ def audit(labels: str, # folder of label files
     if not trajectories: raise InputError("--trajectories is missing; name the file that was labelled, or give --verdicts")
     print(audit_labels(labels, trajectories, out, n, seed))
 
-# %% ../nbs/01_cli.ipynb #2b2f07a1
+# %% ../nbs/01_cli.ipynb #222d6299
 def probe(policy: str = "pocket", # a model, a script, or the address of an OpenAI-compatible server
           model: str = "", # behind an address: the model's name; its key is read from OPENAI_API_KEY
           target: str = "desk", # whose domains the environments are from
-          seeds: int = 24, trials: int = 4, # of each capability; rollouts of each seed
+          seeds: int = 24, # of each capability
+          trials: int = 4, # rollouts of each seed
           limit: float = .75, # lacking: the interval of the success lies below
           out: str = "probe", # folder for the trajectories and the selection
           seed: int = 0, json: str = ""): # write the table's numbers here
@@ -171,12 +173,13 @@ def evaluate(target: str = "desk", # the world
     table = results_table(frame, seed=seed)
     _table(table_rows(table), json, format_table(table))
 
-# %% ../nbs/01_cli.ipynb #2a80f983
+# %% ../nbs/01_cli.ipynb #891683ac
 def train(capability: str, # a capability with environments, the name of one, file.py:Class, or an accepted generated environment (file or folder)
           model: str = "pocket", # the frozen base
           out: str = "", # default: adapters/<capability>; a killed training goes on there
           steps: int = 14,
-          groups: int = 0, group_size: int = 0, # tasks a step, rollouts of each; default: by the model's size
+          groups: int = 0, # tasks a step; default: by the model's size
+          group_size: int = 0, # rollouts of each task; default: by the model's size
           learning_rate: float = 0., # default: by the model's size
           preset: str = "grpo", # of the loss: grpo (the paper's), dr_grpo or dapo
           refill: int = 0, # rounds of fresh tasks in place of groups without signal
@@ -271,14 +274,15 @@ def _numbers(option, text) -> list[int]:
     if not found or min(found) < 0: raise InputError(f"{option} is {text!r}; give whole numbers separated by commas, as in 0,1,2")
     return list(dict.fromkeys(found))
 
-# %% ../nbs/01_cli.ipynb #628bc01b
+# %% ../nbs/01_cli.ipynb #aa96c19f
 def gate(environment: str, # what the adapter was trained on: a capability, file.py:Class, or a generated environment
          adapter: str, # its folder
          model: str = "pocket", # the frozen base
          target: str = "", # its train tasks must not fall; default: held-out seeds alone decide
-         held_out: int = 96, seed: int = 0, json: str = ""): # held-out seeds; write the verdict here
+         held_out: int = 96, # held-out seeds
+         seed: int = 0, json: str = ""): # write the verdict here
     "Judge an adapter on seeds that it never saw; exit code 1 when it is rejected."
-    if json: writable(json)
+    if json and writable(json).parent == Path(adapter).resolve(): raise InputError(f"--json {json} lies in the adapter's own folder; give another place")
     from trace_nb.train.gate import gate_folder
     if held_out < 1: raise InputError("--held-out is the number of fresh seeds; give at least 1")
     found = gate_folder(environment, adapter, model, target, held_out, seed=seed)
@@ -294,7 +298,8 @@ def adapters(action: str, # list, similarity, merge, prune, save or load
              method: str = "core_tsv", # of merge: core_tsv, core_tsv_truncated, linear, ties, dare_linear, dare_ties
              keep: int = 0, # prune: at most so many, best gain first
              threshold: float = math.nan, # prune: move aside what is more alike than this (cosine)
-             seed: int = 0, public: bool = False, json: str = ""): # save: a public repository; write the rows here
+             public: bool = False, # save: a public repository
+             seed: int = 0, json: str = ""): # write the rows here
     "List, compare, merge, prune, save or load adapters."
     if json: writable(json)
     from trace_nb.adapt.library import library_command

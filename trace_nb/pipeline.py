@@ -13,12 +13,12 @@ __all__ = ['SCALES', 'Scale', 'Parameters', 'Run', 'peak_memory', 'stage', 'say'
            'evaluate_policy', 'narrowed', 'accepted_adapters', 'adapter_folders', 'run_model', 'route_request',
            'routed_agent', 'train_alone']
 
-# %% ../nbs/00_pipeline.ipynb #63c550cb
+# %% ../nbs/00_pipeline.ipynb #65425774
 import hashlib, json, os, platform, resource, shutil, sys, time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from .core.policy import weights_of
-from .core.trajectory import InputError, only_one, package_versions, read_json, read_trajectories, scored, write_json, write_trajectories
+from .core.trajectory import InputError, only_one, package_versions, read_json, read_object, read_trajectories, scored, write_json, write_trajectories
 
 # %% ../nbs/00_pipeline.ipynb #c0b83517
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Parameters:
     @property
     def weights(self) -> str: return weights_of(self.model, self.target)
 
-# %% ../nbs/00_pipeline.ipynb #8e489ae1
+# %% ../nbs/00_pipeline.ipynb #75ac1fcb
 class Run:
     "A run folder: stages with records, a manifest, progress lines."
     def __init__(self, folder, parameters: Parameters, log=print):
@@ -67,9 +67,9 @@ class Run:
         "The manifest on disk, or a new one; other parameters than those on disk are refused."
         path, given = self.path("manifest.json"), asdict(self.parameters)
         if not path.exists(): return {"parameters": given, "versions": _versions(), "machine": _machine(), "stages": {}, "budget": {}, "memory": {"peak_bytes": 0}}
-        found = read_json(path)
-        if found.get("parameters") != given:
-            raise InputError(f"{self.folder} holds a run with other parameters ({_difference(found.get('parameters') or {}, given)}); nothing was changed. Use another --out")
+        found = read_object(path, "parameters", "stages", "budget", "memory")
+        if found["parameters"] != given:
+            raise InputError(f"{self.folder} holds a run with other parameters ({_difference(found['parameters'] if isinstance(found['parameters'], dict) else {}, given)}); nothing was changed. Use another --out")
         return found
 
 # %% ../nbs/00_pipeline.ipynb #6a1e5acc
@@ -376,7 +376,7 @@ def stage_report(run, adapters, routing, rounds: int = 1):
     save_figures(run, rows)
     return True
 
-# %% ../nbs/00_pipeline.ipynb #e0ec2c34
+# %% ../nbs/00_pipeline.ipynb #3a76d62f
 def save_figures(run, rows):
     "figures/methods.svg of a run, and figures/coverage_gap.svg or, from cold, figures/probe.svg."
     import matplotlib
@@ -387,7 +387,7 @@ def save_figures(run, rows):
     from trace_nb.diagnose.selection import plot_coverage_gap
     from trace_nb.evaluate.figures import plot_methods
     test = pd.DataFrame([r for r in rows if r["split"] == "test" and r["target"] == run.parameters.target])
-    found = read_json(run.path("capabilities.json"))
+    found = read_object(run.path("capabilities.json"), "capabilities")
     selection = ("probe", lambda ax: plot_probe(found, ax=ax)) if "probe" in found else ("coverage_gap", lambda ax: plot_coverage_gap(found["capabilities"], ax=ax))
     draw = dict([("methods", lambda ax: plot_methods(test, ax=ax)), selection])
     run.path("figures").mkdir(parents=True, exist_ok=True)
@@ -480,11 +480,11 @@ def further_round(run, number: int, described: dict, heirs: dict, routing: dict)
         if verdict["accepted"]: after[capability] = f"{capability}_{number}"
     return after
 
-# %% ../nbs/00_pipeline.ipynb #596e5c88
+# %% ../nbs/00_pipeline.ipynb #b17f47ae
 def run_stages(run, rounds: int = 1, cold: bool = False) -> dict:
     "All stages in their order; returns the trainable capabilities, the accepted adapters {name: description} and the routing."
     selected = lacking_at_first(run, cold)
-    described = {c["name"]: c["description"] for c in read_json(run.path("capabilities.json"))["capabilities"]}
+    described = {c["name"]: c["description"] for c in read_object(run.path("capabilities.json"), "capabilities")["capabilities"]}
     trainable, adapters, judged = list(run.stage("synthesize", lambda r: stage_synthesize(r, selected))), {}, []
     for capability in trainable + [c for c in selected if c in run.generated]:
         if capability in run.generated: run.stage(f"synthesize {capability}", lambda r: stage_generated(r, capability), given=run.generated[capability].read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ def read_rows(path) -> list[dict]:
     "Rows of a scaling file; a line that was cut when a run was killed is left out."
     if not Path(path).exists(): return []
     rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try: rows.append(json.loads(line))
         except ValueError: continue
     return [r for r in rows if isinstance(r, dict) and all(k in r for k in KEY)]

@@ -149,7 +149,7 @@ def _address(url):
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
-# %% ../../nbs/core/06_endpoint.ipynb #b431f316
+# %% ../../nbs/core/06_endpoint.ipynb #3018b01f
 def check_address(url: str, key_variable: str = "OPENAI_API_KEY",
                   option: str = "", # what named the address
                   seconds: float = 10.) -> None:
@@ -160,6 +160,9 @@ def check_address(url: str, key_variable: str = "OPENAI_API_KEY",
         if type(e.__cause__).__name__ == "ReadTimeout": return
         raise InputError(f"{option} {_address(url)}: no server answers there ({' '.join(str(e.__cause__ or e).split())[:120]}); see to the server, or give another address".strip()) from None
     except OpenAIError: pass
+    except Exception as e:
+        if type(e).__name__ != "InvalidURL": raise      # of httpx, which openai brings under more than one name
+        raise InputError(f"{option} {url[:80]!r} is no address ({e}); give one like http://127.0.0.1:8000/v1".strip()) from None
 
 # %% ../../nbs/core/06_endpoint.ipynb #599d4e5d
 class Endpoint:

@@ -459,9 +459,13 @@ def with_adapters(model, adapters: dict # name -> folder
                  ):
     "The model with LoRA adapters beside it."
     from peft import PeftModel
+    from safetensors import SafetensorError
     for i, (capability, folder) in enumerate(adapters.items()):
-        if i: model.load_adapter(str(folder), adapter_name=capability)
-        else: model = PeftModel.from_pretrained(model, str(folder), adapter_name=capability)
+        try:
+            if i: model.load_adapter(str(folder), adapter_name=capability)
+            else: model = PeftModel.from_pretrained(model, str(folder), adapter_name=capability)
+        except (SafetensorError, TypeError, KeyError, ValueError, RuntimeError) as e:
+            raise InputError(f"{folder}: not an adapter of this base ({type(e).__name__}: {' '.join(str(e).split())[:160]}); put back its files, or train it again") from None
     return model.eval()
 
 def load_policy(name: str, adapters: dict | None = None, # capability -> folder; behind a server, capability -> the name under which it is served

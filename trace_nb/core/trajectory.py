@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TERMINATIONS', 'FAULTS', 'DEEPEST', 'InputError', 'Trajectory', 'trajectory_id', 'scored', 'trajectory_from', 'Call',
            'calls', 'content_text', 'is_error', 'writable', 'same_file', 'writing', 'readable_file', 'is_shallow',
-           'write_json', 'read_json', 'write_trajectories', 'iter_trajectories', 'read_trajectories', 'data_folder',
-           'package_versions', 'only_one', 'show_messages']
+           'write_json', 'read_json', 'read_object', 'write_trajectories', 'iter_trajectories', 'read_trajectories',
+           'data_folder', 'package_versions', 'only_one', 'show_messages']
 
 # %% ../../nbs/core/00_trajectory.ipynb #554b4b35
 import fcntl, json, os, re, tempfile
@@ -170,7 +170,7 @@ def is_shallow(value, most: int = DEEPEST) -> bool:
         if not level: return True
     return False
 
-# %% ../../nbs/core/00_trajectory.ipynb #f8242583
+# %% ../../nbs/core/00_trajectory.ipynb #bc4642c6
 def write_json(obj, path):
     "Write `obj` as indented JSON, whole or not at all; `nan` is refused, since it is not JSON."
     with writing(path) as f: f.write(json.dumps(obj, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
@@ -183,6 +183,14 @@ def read_json(path):
     except IsADirectoryError: raise InputError(f"{path} is a folder; name a JSON file in it") from None
     except UnicodeDecodeError as e: raise InputError(f"{path}: not UTF-8 text (byte {e.start}); save it as UTF-8 JSON") from None
     except (ValueError, RecursionError) as e: raise InputError(f"{path}: not valid JSON ({e}); was the file cut short?") from None
+
+def read_object(path, *keys: str) -> dict:
+    "Read a JSON file that holds an object with these keys; anything else raises `InputError`."
+    found = read_json(path)
+    if not isinstance(found, dict): raise InputError(f"{path}: not a JSON object; put back the file that was written here")
+    lost = [k for k in keys if k not in found]
+    if lost: raise InputError(f"{path}: no {lost[0]!r} in it; put back the file that was written here")
+    return found
 
 # %% ../../nbs/core/00_trajectory.ipynb #fdd2fa68
 def write_trajectories(trajectories, path):

@@ -9,7 +9,7 @@ __all__ = ['SPEAKER', 'ERROR', 'ORDER', 'CONTROLS', 'RULES', 'ANSWER', 'DISCOVER
            'EndpointAnalyst', 'label_batch', 'merge_proposals', 'discover', 'fixed_candidates', 'ids_by_side',
            'run_lists', 'missing_labels', 'label_with_endpoint']
 
-# %% ../../nbs/diagnose/05_analyst.ipynb #04733e42
+# %% ../../nbs/diagnose/05_analyst.ipynb #9d030eab
 import json, math, random, re, time
 from bisect import bisect_left
 from collections import Counter
@@ -18,7 +18,7 @@ from difflib import SequenceMatcher
 from itertools import groupby
 from pathlib import Path
 from ..core.endpoint import Budget, Endpoint, Unanswered, estimated_tokens, ledger_text
-from ..core.trajectory import InputError, Trajectory, content_text, read_json, write_json
+from ..core.trajectory import InputError, Trajectory, content_text, read_json, read_object, write_json
 from .labeling import CANDIDATES, LABELS, MOST_MISSING, label_lists, outcome, write_labels
 
 # %% ../../nbs/diagnose/05_analyst.ipynb #4235644b
@@ -130,11 +130,11 @@ def read_candidates(given) -> list[Candidate]: # a dict, or the path of a JSON f
         raise InputError(f"{where}: candidate {n} has no name or no description; write both, nothing was asked")
     return _with_controls([Candidate(r["name"], r["description"], r.get("control") is True, tuple(r.get("merged") or ())) for r in rows], where)
 
-# %% ../../nbs/diagnose/05_analyst.ipynb #52e10742
+# %% ../../nbs/diagnose/05_analyst.ipynb #fcbbddd2
 def folder_candidates(folder) -> dict: # name -> `Candidate`; empty where the rules' candidates hold
     "The candidates of a labels folder; a file that an earlier labeling left there does not count."
     path, manifest = Path(folder)/"candidates.json", Path(folder)/"manifest.json"
-    left_over = manifest.exists() and "candidates" not in read_json(manifest)
+    left_over = manifest.exists() and "candidates" not in read_object(manifest)
     return {c.name: c for c in read_candidates(path)} if path.exists() and not left_over else {}
 
 # %% ../../nbs/diagnose/05_analyst.ipynb #3b68db13
