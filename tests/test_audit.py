@@ -184,7 +184,8 @@ def test_from_labels_to_report(labelled):
 def test_bad_input_leaves_an_earlier_page(labelled):
     (labelled/"audit.html").write_text("earlier")
     (labelled/"other.jsonl").write_text((labelled/"log.jsonl").read_text().splitlines()[0] + "\n")
-    for options, fault in (({"n": 2}, "ask for 3 or more"), ({"trajectories": labelled/"other.jsonl"}, "the trajectories lack desk:retail/"), ({"labels": labelled}, "holds no run_NN.json"), ({"out": labelled/"labels"/"run_01.json"}, "is no name for a page")):
+    write_trajectories([replace(t, success=not t.success) for t in read_log(labelled/"log.jsonl")[0]], labelled/"twin.jsonl")      # the same ids, another agent
+    for options, fault in (({"n": 2}, "ask for 3 or more"), ({"trajectories": labelled/"other.jsonl"}, "the trajectories lack desk:retail/"), ({"trajectories": labelled/"twin.jsonl"}, "ended otherwise than the labels"), ({"labels": labelled}, "holds no run_NN.json"), ({"out": labelled/"labels"/"run_01.json"}, "is no name for a page")):
         with pytest.raises(InputError, match=fault) as e: audit_labels(**{"labels": labelled/"labels", "trajectories": labelled/"log.jsonl", "out": labelled/"audit.html", "n": 12} | options)
         assert "\n" not in str(e.value)
     assert (labelled/"audit.html").read_text() == "earlier" and read_json(labelled/"labels"/"run_01.json")["run"] == 1

@@ -457,9 +457,12 @@ def audit_labels(labels,       # folder of label files
     "Draw a sample of a labels folder and write the page to judge it."
     if Path(out).suffix != ".html": raise InputError(f"{out} is no name for a page; let it end in .html, nothing was written")
     if same_file(out, trajectories): raise InputError(f"{out}: would overwrite the trajectories; give another --out")
-    sample = sample_pairs(_folder_pairs(labels), n, seed)
+    sample, played = sample_pairs(_folder_pairs(labels), n, seed), read_log(trajectories)[0]
+    outcomes = {t.id: {True: "passed", False: "failed"}.get(t.success) for t in played}
+    other = [p["id"] for p in sample.pairs if outcomes.get(p["id"]) not in (None, p["side"])]
+    if other: raise InputError(f"{trajectories}: {other[0]} ended otherwise than the labels in {labels} say; give the file that was labelled, nothing was written")
     descriptions = {name: c.description for name, c in folder_candidates(labels).items()} or CANDIDATES
-    write_audit(sample, read_log(trajectories)[0], out, descriptions)
+    write_audit(sample, played, out, descriptions)
     return (f"{len(sample.pairs)} of {sum(sample.sizes.values())} labels drawn from {len(sample.sizes)} groups of capability, label and agreement\n"
             f"written to {out}; open it in a browser, judge, save, then: trace-nb audit {labels} --verdicts verdicts.json")
 
