@@ -418,6 +418,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'trace_nb.core.environment._answers': ( 'core/environment.html#_answers',
                                                                                    'trace_nb/core/environment.py'),
                                            'trace_nb.core.environment._end': ('core/environment.html#_end', 'trace_nb/core/environment.py'),
+                                           'trace_nb.core.environment._is_tool': ( 'core/environment.html#_is_tool',
+                                                                                   'trace_nb/core/environment.py'),
                                            'trace_nb.core.environment._schemas': ( 'core/environment.html#_schemas',
                                                                                    'trace_nb/core/environment.py'),
                                            'trace_nb.core.environment.as_message': ( 'core/environment.html#as_message',

@@ -15,7 +15,11 @@ def tool_names(environment # class or instance
               ) -> list[str]:
     "Names of the tools in alphabetical order, as TRL lists them."
     cls = environment if inspect.isclass(environment) else type(environment)
-    return [n for n in dir(cls) if not n.startswith("_") and n not in ("reset", "get_reward") and callable(getattr(cls, n))]
+    return [n for n in dir(cls) if _is_tool(cls, n)]
+
+def _is_tool(cls, name) -> bool:
+    "Whether a name is that of a tool, without a list of them all."
+    return isinstance(name, str) and not name.startswith("_") and name not in ("reset", "get_reward") and any(name in vars(c) for c in cls.__mro__) and callable(getattr(cls, name))
 
 # %% ../../nbs/core/01_environment.ipynb #a1fdba09
 @cache
@@ -32,7 +36,7 @@ def tool_schemas(environment # class or instance
 def call_tool(environment, # an instance, after `reset`
               name: str, arguments: dict) -> str:
     "Run one tool; every fault of the call is an `Error: ...` text (tau2's wording)."
-    if name not in tool_names(environment): return f"Error: Tool '{name}' not found."
+    if not _is_tool(type(environment), name): return f"Error: Tool '{name}' not found."
     try:
         result = getattr(environment, name)(**arguments)
         return result if isinstance(result, str) else json.dumps(result)

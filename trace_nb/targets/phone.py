@@ -176,7 +176,9 @@ def _close(asked, text, threshold):
     asked, text = asked.strip().lower(), (text or "").lower()
     if not asked or not text: return False
     units = (asked, text) if threshold >= .9 else (asked.split(), text.split())
-    return asked in text or text in asked or difflib.SequenceMatcher(None, *units).ratio() >= threshold
+    if asked in text or text in asked: return True
+    alike = difflib.SequenceMatcher(None, *units)
+    return alike.real_quick_ratio() >= threshold and alike.quick_ratio() >= threshold and alike.ratio() >= threshold      # upper bounds come first
 
 # %% ../../nbs/targets/03_phone.ipynb #27b35310
 def _meets(row, name, asked):
