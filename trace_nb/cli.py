@@ -274,7 +274,7 @@ def _numbers(option, text) -> list[int]:
     if not found or min(found) < 0: raise InputError(f"{option} is {text!r}; give whole numbers separated by commas, as in 0,1,2")
     return list(dict.fromkeys(found))
 
-# %% ../nbs/01_cli.ipynb #aa96c19f
+# %% ../nbs/01_cli.ipynb #0c308f5d
 def gate(environment: str, # what the adapter was trained on: a capability, file.py:Class, or a generated environment
          adapter: str, # its folder
          model: str = "pocket", # the frozen base
@@ -292,6 +292,7 @@ def gate(environment: str, # what the adapter was trained on: a capability, file
     _table([found], json, f"{'accepted' if found['accepted'] else 'rejected: ' + found['reason']}\nheld out: base {m['held_out_base']:.3f}, adapter {m['held_out_adapter']:.3f}, gain {m['held_out_gain']:+.3f} [{low:+.3f}, {high:+.3f}], noise {m['held_out_noise']:.3f}{tasks}")
     return 0 if found["accepted"] else 1
 
+# %% ../nbs/01_cli.ipynb #f82333e3
 def adapters(action: str, # list, similarity, merge, prune, save or load
              folders: str, # a run, a folder of adapters, or adapters separated by commas; load: a folder or hf://owner/name
              out: str = "", # what merge and load write, where save goes (a folder or hf://owner/name)

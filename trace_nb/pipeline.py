@@ -66,8 +66,9 @@ class Run:
     def _manifest(self):
         "The manifest on disk, or a new one; other parameters than those on disk are refused."
         path, given = self.path("manifest.json"), asdict(self.parameters)
-        if not path.exists(): return {"parameters": given, "versions": _versions(), "machine": _machine(), "stages": {}, "budget": {}, "memory": {"peak_bytes": 0}}
-        found = read_object(path, "parameters", "stages", "budget", "memory")
+        fresh = {"parameters": given, "versions": _versions(), "machine": _machine(), "stages": {}, "budget": {}, "memory": {"peak_bytes": 0}}
+        if not path.exists(): return fresh
+        found = {**fresh, **read_object(path, "parameters")}
         if found["parameters"] != given:
             raise InputError(f"{self.folder} holds a run with other parameters ({_difference(found['parameters'] if isinstance(found['parameters'], dict) else {}, given)}); nothing was changed. Use another --out")
         return found
