@@ -104,7 +104,7 @@ def test_a_probe_that_broke_off_goes_on(tmp_path, monkeypatch):
     assert whole == p.probe_agent("oracle", tmp_path/"other", seeds=2, trials=2, say=lines.append)[0] and any("8 rollouts are there already" in line for line in lines)
 
 
-@pytest.mark.parametrize("content", ["null", "[1, 2]", "{}", '{"parameters": 1}'])
+@pytest.mark.parametrize("content", ["null", "[1, 2]", "{}"])
 def test_a_damaged_manifest_is_one_line(tmp_path, capsys, content):
     (tmp_path/"run").mkdir(); (tmp_path/"run"/"manifest.json").write_text(content)
     assert main(["run", "--scale", "smoke", "--cold-start", "--out", str(tmp_path/"run")]) == 2
