@@ -1817,6 +1817,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'trace_nb.pipeline.given_environments': ('pipeline.html#given_environments', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.lacking_at_first': ('pipeline.html#lacking_at_first', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.load_agent': ('pipeline.html#load_agent', 'trace_nb/pipeline.py'),
+                                   'trace_nb.pipeline.named_agent': ('pipeline.html#named_agent', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.narrowed': ('pipeline.html#narrowed', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.peak_memory': ('pipeline.html#peak_memory', 'trace_nb/pipeline.py'),
                                    'trace_nb.pipeline.play_held_out': ('pipeline.html#play_held_out', 'trace_nb/pipeline.py'),

@@ -121,9 +121,6 @@ def probe(policy: str = "pocket", # a model, a script, or the address of an Open
     "Play an agent without logs on the library of environments, and say what it lacks."
     if json: writable(json)
     from trace_nb.diagnose.probe import probe_agent
-    if model and policy.startswith(("http://", "https://")):
-        from trace_nb.core.endpoint import check_address
-        check_address(policy, option="--policy")
     record, text = probe_agent(policy, out, target, model, seeds, trials, limit, seed, lambda line: print(line, flush=True))
     _table(record["capabilities"], json, text)
 

@@ -9,7 +9,7 @@ __all__ = ['SCALES', 'Scale', 'Parameters', 'Run', 'peak_memory', 'stage', 'say'
            'given_environments', 'settings_of', 'train_into', 'stage_train', 'stage_gate', 'write_card',
            'requests_kept', 'requests_of', 'adapters_of', 'stage_adapt', 'stage_evaluate', 'stage_report',
            'save_figures', 'write_result', 'check_parameters', 'check_start', 'play_routed', 'diagnose_routed',
-           'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary', 'prepared',
+           'train_heir', 'gate_heir', 'further_round', 'run_stages', 'run_loop', 'summary', 'prepared', 'named_agent',
            'evaluate_policy', 'narrowed', 'accepted_adapters', 'adapter_folders', 'run_model', 'route_request',
            'routed_agent', 'train_alone']
 
@@ -539,18 +539,23 @@ def summary(result: dict, split: str = "test") -> str:
     lines.append(f"total {sum(result['seconds'].values()):.0f} s, peak memory {result['peak_memory_bytes'] / 2**30:.2f} GiB, seed {result['seed']}")
     return "\n".join(lines)
 
-# %% ../nbs/00_pipeline.ipynb #451c8ccc
+# %% ../nbs/00_pipeline.ipynb #2d001c79
 def prepared(target: str, policy: str, split: str, model: str = "") -> tuple:
     "Tasks, agent, adapter of each task (None: the base alone) and the row's name of a policy: a script, a model, a run folder or an address."
-    from trace_nb.core.endpoint import check_address
-    from trace_nb.core.policy import load_policy
     from trace_nb.targets.desk import load_tasks
     tasks = load_tasks(target, split)
     if (Path(policy)/"manifest.json").exists(): return tasks, *routed_agent(policy, tasks)
-    if not policy.startswith(("http://", "https://")): return tasks, load_policy(weights_of(policy, target)), None, policy
+    agent = named_agent(target, policy, model)
+    return tasks, agent, None, model if hasattr(agent, "server") else policy
+
+def named_agent(target: str, policy: str, model: str = ""):
+    "The agent that a name means in a target's world: a script, a model, or the model behind an address, which must answer."
+    from trace_nb.core.endpoint import check_address
+    from trace_nb.core.policy import load_policy
+    if not policy.startswith(("http://", "https://")): return load_policy(weights_of(policy, target))
     if not model: raise InputError(f"--model is missing; name the model behind {policy}")
     check_address(policy, option="--policy")
-    return tasks, load_policy(policy, model=model), None, model
+    return load_policy(policy, model=model)
 
 # %% ../nbs/00_pipeline.ipynb #d4fb8139
 def evaluate_policy(target: str, policy: str, split: str = "test", trials: int = 0, seed: int = 0,

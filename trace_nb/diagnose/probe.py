@@ -6,10 +6,10 @@
 __all__ = ['FIRST_PROBE_SEED', 'SEEDS', 'TRIALS', 'LIMIT', 'FEW', 'play_probe', 'judge_probe', 'probe_record', 'probe_table',
            'plot_probe', 'probe_agent', 'begun']
 
-# %% ../../nbs/diagnose/08_probe.ipynb #46dbf5b2
+# %% ../../nbs/diagnose/08_probe.ipynb #9d83c07a
 from dataclasses import replace
 from pathlib import Path
-from ..core.trajectory import InputError, read_json, read_trajectories, writable, write_json, write_trajectories, writing
+from ..core.trajectory import InputError, only_one, read_json, read_trajectories, writable, write_json, write_trajectories
 from .rules import CANDIDATES
 
 # %% ../../nbs/diagnose/08_probe.ipynb #c28435a5
@@ -98,34 +98,30 @@ def plot_probe(record: dict, ax=None):
     ax.tick_params(axis="y", length=0)
     return ax
 
-# %% ../../nbs/diagnose/08_probe.ipynb #fbfc24b6
+# %% ../../nbs/diagnose/08_probe.ipynb #efa145a4
 def probe_agent(policy: str, # a model, a script, or the address of an OpenAI-compatible server
                 out, target: str = "desk", # whose domains the environments are from
                 model: str = "", seeds: int = SEEDS, trials: int = TRIALS, limit: float = LIMIT, seed: int = 0, say=print) -> tuple[dict, str]:
     "Probe an agent and write `trajectories.jsonl` and `selected_capabilities.json` into `out`; the record, and what to print."
     from trace_nb.core.endpoint import ledger_text
-    from trace_nb.core.policy import load_policy, weights_of
-    from trace_nb.pipeline import built_in
-    remote = policy.startswith(("http://", "https://"))
-    if remote and not model: raise InputError(f"--model is missing; name the model behind {policy}")
+    from trace_nb.pipeline import built_in, named_agent
     for name, value in (("seeds", seeds), ("trials", trials)):
         if value < 2: raise InputError(f"--{name} is {value}; give at least 2")
     if not 0 < limit <= 1: raise InputError(f"--limit is {limit}; give a share above 0 and at most 1")
     log, selection = (Path(out)/name for name in ("trajectories.jsonl", "selected_capabilities.json"))
     if writable(selection).exists(): raise InputError(f"{selection} exists already; nothing was changed. Choose another --out")
     facts = {"policy": policy, "model": model, "target": target, "seeds": seeds, "trials": trials, "seed": seed}
-    library, played = built_in(target)[0], begun(log, facts)
-    agent = load_policy(policy, model=model) if remote else load_policy(weights_of(policy, target))
-    with writing(log.parent/".probe") as f: pass
-    (log.parent/".probe").unlink()       # a place that cannot be written is known before anything is played
-    def keep(own):
-        played.extend(replace(t, metadata=t.metadata | {"probe": facts}) for t in own); write_trajectories(played, log)
-    done = {t.metadata["capability"] for t in played}
-    if done: say(f"{log}: {len(played)} rollouts are there already ({', '.join(sorted(done))})")
-    play_probe(agent, {c: classes for c, classes in library.items() if c not in done}, seeds, trials, seed, say, keep)
-    if remote: say(ledger_text(agent.server.ledger))
-    record = probe_record(played, limit)
-    write_json(record, selection)
+    library, agent = built_in(target)[0], named_agent(target, policy, model)
+    with only_one(log.parent):
+        played = begun(log, facts)
+        def keep(own):
+            played.extend(replace(t, metadata=t.metadata | {"probe": facts}) for t in own); write_trajectories(played, log)
+        done = {t.metadata["capability"] for t in played}
+        if done: say(f"{log}: {len(played)} rollouts are there already ({', '.join(sorted(done))})")
+        play_probe(agent, {c: classes for c, classes in library.items() if c not in done}, seeds, trials, seed, say, keep)
+        if hasattr(agent, "server"): say(ledger_text(agent.server.ledger))
+        record = probe_record(played, limit)
+        write_json(record, selection)
     return record, f"{probe_table(record)}\nwritten to {selection}; the log is {log}"
 
 # %% ../../nbs/diagnose/08_probe.ipynb #365c3af5
